@@ -1,0 +1,67 @@
+"""`moe-opt`: one command, a thin layer over the library.
+
+A subcommand is a module with `HELP` (one line), `EXAMPLE` (shown under --help), `add_arguments(parser)` and
+`run(args) -> int`. It is imported only when it is called, so that `moe-opt simulate` never pays for torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Sequence
+
+from moe_opt import __version__
+from moe_opt.errors import MoEOptError
+
+# name -> (module, one line for `moe-opt --help`)
+COMMANDS: dict[str, tuple[str, str]] = {
+    "demo": ("moe_opt.demo.command", "see brownout work on the demo model"),
+    "inspect": ("moe_opt.modeling.inspect", "MoE layers, experts, memory and which features apply to a model"),
+}
+
+
+def _build_parser(command: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="moe-opt", description="Serve Mixture-of-Experts models from Hugging Face faster."
+    )
+    parser.add_argument("--version", action="version", version=f"moe-opt {__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, (module_name, help_line) in COMMANDS.items():
+        if name != command:  # listed by name only: its module is not imported
+            subparsers.add_parser(name, help=help_line)
+            continue
+        module = importlib.import_module(module_name)
+        sub = subparsers.add_parser(
+            name,
+            help=help_line,
+            description=module.HELP,
+            epilog="example:\n" + "\n".join(f"  {line}" for line in module.EXAMPLE.strip().splitlines()),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; every expected failure is one line on stderr and exit code 2."""
+    args_list = list(sys.argv[1:] if argv is None else argv)
+    command = next((a for a in args_list if not a.startswith("-")), None)
+    parser = _build_parser(command)
+    args = parser.parse_args(args_list)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        return int(args.run(args))
+    except (MoEOptError, OSError) as error:
+        print(f"moe-opt {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"moe-opt {args.command}: interrupted", file=sys.stderr)
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""Decisions over a fleet: plain code over state that a caller hands in. NumPy and SciPy; no torch, HTTP or clock.
+"""Decisions over a fleet: plain code over state that a caller hands in (no torch, no HTTP, no clock).
 
 The router runs these policies on live state, the simulator on a trace, a test on a literal.
 """

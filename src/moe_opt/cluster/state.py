@@ -61,7 +61,7 @@ class Worker:
     kv_capacity: int | None = None
     """KV tokens it can hold; None means that slots are the only limit."""
     reserved_tokens: int = 0
-    """KV tokens held beside ``running`` (transfers under way, say): load, and less room under the capacity."""
+    """KV tokens held beside ``running`` (transfers under way, say): load, and less room under capacity."""
     draining: bool = False
     """It finishes what it has and gets nothing new."""
 

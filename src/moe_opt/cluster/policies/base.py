@@ -1,7 +1,7 @@
 """What every routing policy is: one call that looks at the fleet and hands out waiting requests.
 
-A policy keeps no record of what it has dispatched: the caller's state says so at the next call. What it may keep is
-what no caller can know for it: a cursor, a random generator, counters of a predictor.
+A policy keeps no record of what it has dispatched: the caller's state says so at the next call. What it may
+keep is what no caller can know for it: a cursor, a random generator, counters of a predictor.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from moe_opt.cluster.state import Assignment, Request, Worker
 class Policy(ABC):
     """Decides which waiting request goes to which worker.
 
-    Every policy keeps these promises: no worker above ``max_running`` or ``kv_capacity``, nothing to a draining
-    worker, no request twice, at least one admitted if one fits somewhere. What stays waiting is asked again at the
-    next call.
+    Every policy keeps these promises: no worker above ``max_running`` or ``kv_capacity``, nothing to a
+    draining worker, no request twice, at least one admitted if one fits somewhere. What stays waiting is
+    asked again at the next call.
     """
 
     @abstractmethod

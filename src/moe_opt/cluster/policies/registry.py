@@ -44,8 +44,8 @@ def policy_names() -> list[str]:
 def make_policy(name: str, **options: Any) -> Policy:
     """The policy called ``name``, for example ``make_policy("br-h", predictor="survival", horizon=48)``.
 
-    All randomness comes from ``seed``. A name or an option that does not exist is a `ConfigError` that lists the
-    choices.
+    All randomness comes from ``seed``. A name or an option that does not exist is a `ConfigError` that lists
+    the choices.
     """
     if name in _registered:
         policy = _registered[name]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from moe_opt.hook import hook, unhook
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from moe_opt.config import MoEOptConfig as MoEOptConfig
     from moe_opt.modeling.auto import MoEOptimizedForCausalLM as MoEOptimizedForCausalLM
-    from moe_opt.modeling.auto import unhook as unhook
     from moe_opt.modeling.united import UnitedExperts as UnitedExperts
     from moe_opt.modeling.united import attach_united_experts as attach_united_experts
     from moe_opt.modeling.united import detach_united_experts as detach_united_experts
@@ -22,13 +23,14 @@ if TYPE_CHECKING:
 _LAZY = {
     "MoEOptConfig": "moe_opt.config",
     "MoEOptimizedForCausalLM": "moe_opt.modeling.auto",
-    "unhook": "moe_opt.modeling.auto",
     "UnitedExperts": "moe_opt.modeling.united",
     "attach_united_experts": "moe_opt.modeling.united",
     "detach_united_experts": "moe_opt.modeling.united",
 }
 
-__all__ = ["__version__", *sorted(_LAZY)]
+__all__ = ["__version__", "hook", "unhook", *sorted(_LAZY)]
+
+hook()  # AutoModelForCausalLM.from_pretrained(..., moe_opt=True)
 
 
 def __getattr__(name: str) -> Any:

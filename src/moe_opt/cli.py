@@ -17,7 +17,10 @@ from moe_opt.errors import MoEOptError
 # name -> (module, one line for `moe-opt --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("moe_opt.demo.command", "see brownout work on the demo model"),
-    "inspect": ("moe_opt.modeling.inspect", "MoE layers, experts, memory and which features apply to a model"),
+    "inspect": (
+        "moe_opt.modeling.inspect",
+        "MoE layers, experts, memory and which features apply to a model",
+    ),
 }
 
 

@@ -1,0 +1,1 @@
+"""What runs inside a forward pass: the hook into Transformers, brownout, the recorder."""

@@ -1,0 +1,590 @@
+"""`model.moe_opt`: what a loaded model is asked to do, step by step, and what it did."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_opt.config import MoEOptConfig
+from moe_opt.errors import ConfigError, MoEOptError
+from moe_opt.modeling.brownout import (
+    KEEP_RULES,
+    PER_TOKEN_STRATEGIES,
+    STRATEGIES,
+    Delegation,
+    delegate_per_group,
+    delegate_per_token,
+    tokens_per_expert,
+)
+from moe_opt.modeling.experts import (
+    STATE_ATTRIBUTE,
+    UNITED_ATTRIBUTE,
+    ExpertsProxy,
+    LayerState,
+    expert_tensors,
+    find_moe_layers,
+    stock_function,
+)
+from moe_opt.modeling.recorder import ExpertRecorder
+from moe_opt.modeling.router_scores import RouterScores
+from moe_opt.modeling.united import ExpertPool, UnitedExperts, UnitedExpertsConfig, UnitedWeights
+
+PHASES = ("prefill", "decode")
+_UNSET: Any = object()  # "leave as it is", where None has a meaning of its own
+
+
+@dataclasses.dataclass
+class PhaseSettings:
+    """Brownout of one phase. `threshold` 1 is exact output."""
+
+    threshold: float = 1.0
+    strategy: str = "partial"
+    keep: str = "count"
+    layers: frozenset[int] | None = None
+
+    @property
+    def active(self) -> bool:
+        return self.threshold < 1.0 and self.strategy != "zero"
+
+
+class ForwardContext:
+    """What one forward pass knows about its tokens; made by the hook on the base model or by `MoERuntime.batch`.
+
+    Attributes:
+        phase: "prefill" | "decode". valid: bool [T] or None, False for padding. exact: bool [T] or None, tokens that
+        keep their experts. rows: int64 [T] or None, request of each token, -1 = ignore. shape: (B, S) of the inputs.
+    """
+
+    def __init__(
+        self,
+        phase: str,
+        valid: torch.Tensor | None = None,
+        rows: torch.Tensor | None = None,
+        exact: torch.Tensor | None = None,
+        shape: tuple[int, int] | None = None,
+    ) -> None:
+        self.phase = phase
+        self.valid = valid
+        self.rows = rows
+        self.exact = exact
+        self.shape = shape
+        self.open = True  # closed once the pass is over; a recomputation in backward still finds phase and padding
+        self.highest_row = shape[0] - 1 if shape is not None and rows is None else None
+
+    def valid_for(self, tokens: int, device: torch.device) -> torch.Tensor | None:
+        if self.valid is None or self.valid.shape[0] != tokens:
+            return None
+        return self.valid.to(device)
+
+    def exact_for(self, tokens: int, device: torch.device) -> torch.Tensor | None:
+        if self.exact is None or self.exact.shape[0] != tokens:
+            return None
+        return self.exact.to(device)
+
+    def request_rows(self, tokens: int, device: torch.device) -> torch.Tensor | None:
+        """int64 [T], -1 for padding; None if the pass has another number of tokens than its inputs."""
+        if self.rows is not None:
+            rows = self.rows.to(device)
+        elif self.shape is not None:
+            batch, length = self.shape
+            rows = torch.arange(batch, device=device).repeat_interleave(length)
+        else:
+            return None
+        if rows.shape[0] != tokens:
+            return None
+        valid = self.valid_for(tokens, device)
+        return rows if valid is None else torch.where(valid, rows, -1)
+
+
+class StepStats:
+    """What the last forward pass read. Tensors stay on the device until an attribute is read."""
+
+    def __init__(self, context: ForwardContext, num_layers: int, num_slots: int, num_experts: int) -> None:
+        self._context = context
+        self._num_slots = num_slots
+        self._num_experts = num_experts
+        self._routed: list[torch.Tensor | None] = [None] * num_layers
+        self._computed: list[torch.Tensor | None] = [None] * num_layers
+
+    @property
+    def phase(self) -> str:
+        return self._context.phase
+
+    @property
+    def active_experts(self) -> torch.Tensor:
+        """int64 [L] on the CPU: distinct expert weights read, united ones included, shared ones and padding not."""
+        return torch.stack([self._distinct(ids) for ids in self._computed]).cpu()
+
+    @property
+    def routed_experts(self) -> torch.Tensor:
+        """int64 [L] on the CPU: distinct experts that the router chose; what exact output would have read."""
+        return torch.stack([self._distinct(ids) for ids in self._routed]).cpu()
+
+    @property
+    def delegated_share(self) -> torch.Tensor:
+        """float64 [L] on the CPU: share of (unpadded) assignments that their own expert did not compute."""
+        return torch.stack(
+            [self._share(routed, done) for routed, done in zip(self._routed, self._computed, strict=True)]
+        ).cpu()
+
+    def _distinct(self, ids: torch.Tensor | None) -> torch.Tensor:
+        if ids is None:
+            return torch.zeros((), dtype=torch.int64)
+        valid = self._context.valid_for(ids.shape[0], ids.device)
+        return (tokens_per_expert(ids, self._num_slots, valid) > 0).sum().cpu()
+
+    def _share(self, routed: torch.Tensor | None, computed: torch.Tensor | None) -> torch.Tensor:
+        if routed is None or computed is None:
+            return torch.zeros((), dtype=torch.float64)
+        moved = (routed != computed).to(torch.float64)
+        valid = self._context.valid_for(routed.shape[0], routed.device)
+        if valid is None:
+            return moved.mean().cpu()
+        return ((moved * valid.unsqueeze(1)).sum() / (valid.sum() * routed.shape[1]).clamp_min(1)).cpu()
+
+
+class MoERuntime:
+    """Handle of a loaded model. Settings apply to the next forward pass; nothing here moves a weight but
+    `install_united` and `remove_united`.
+
+    Attributes:
+        config: `MoEOptConfig`. layers: (name, experts module) in forward order. num_layers, num_experts: ints.
+        united_config: config of the attached united experts, or None.
+    """
+
+    def __init__(self, model: nn.Module, config: MoEOptConfig) -> None:
+        self.config = config
+        self.layers: list[tuple[str, nn.Module]] = []
+        self.recorders: list[ExpertRecorder] = []
+        self.united_config: UnitedExpertsConfig | None = None
+        self.kernel = config.kernels
+        self._model = model
+        self._settings = {phase: PhaseSettings() for phase in PHASES}
+        self._threshold_tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
+        self._pools: list[ExpertPool | None] = []
+        self._context: ForwardContext | None = None
+        self._given: ForwardContext | None = None
+        self._last: StepStats | None = None
+        self._scores: RouterScores | None = None
+        self._error_per_expert: list[torch.Tensor | None] = []
+        self.bind(model)
+        base = getattr(model, "base_model", model)
+        base.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+        base.register_forward_hook(self._after_forward, always_call=True)
+
+    def bind(self, model: nn.Module) -> None:
+        """Find the MoE layers (again, after a quantizer replaced modules) and give each its index."""
+        self.layers = find_moe_layers(model)
+        if self.config.kernels == "auto":
+            self.kernel = model.get_correct_experts_implementation(None)
+        self._pools = [None] * len(self.layers)
+        self._error_per_expert = [None] * len(self.layers)
+        for index, (name, module) in enumerate(self.layers):
+            setattr(module, STATE_ATTRIBUTE, LayerState(self, index, name))
+        outside = [i for i in self.config.brownout_layers or [] if i >= len(self.layers)]
+        if outside:
+            raise ConfigError(
+                f"moe_opt: brownout_layers names layer {outside[0]}, but the model has {len(self.layers)} MoE layers"
+            )
+
+    # ------------------------------------------------------------- what it is
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def num_experts(self) -> int:
+        return int(self.layers[0][1].num_experts)
+
+    @property
+    def top_k(self) -> int:
+        """Routed experts per token, from the model's config."""
+        config = self._model.config.get_text_config()
+        for key in (
+            "num_experts_per_tok",
+            "num_experts_per_token",
+            "top_k_experts",
+            "moe_k",
+            "moe_topk",
+            "top_k",
+        ):
+            value = getattr(config, key, None)
+            if isinstance(value, (list, tuple)) and value:
+                value = value[0]
+            if isinstance(value, int):
+                return value
+        raise MoEOptError(f"the config of {type(self._model).__name__} does not say how many experts a token takes")
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the first MoE layer's weights; where they are offloaded, the device they run on."""
+        module = self.layers[0][1]
+        hook = getattr(module, "_hf_hook", None)
+        execution = getattr(hook, "execution_device", None)
+        if execution is not None:
+            return torch.device(execution)
+        device = module.down_proj.device
+        return torch.device("cpu") if device.type == "meta" else device
+
+    @property
+    def last_step(self) -> StepStats:
+        """Statistics of the last forward pass."""
+        if self._last is None:
+            raise MoEOptError("no forward pass yet: run the model once, then read last_step")
+        return self._last
+
+    # ------------------------------------------------------------- brownout
+
+    def brownout(self, phase: str) -> PhaseSettings:
+        """The settings of one phase (a copy)."""
+        _check_phase(phase)
+        return dataclasses.replace(self._settings[phase])
+
+    def set_brownout(
+        self,
+        threshold: float = _UNSET,
+        strategy: str = _UNSET,
+        phase: str | None = None,
+        keep: str = _UNSET,
+        layers: Sequence[int] | None = _UNSET,
+    ) -> None:
+        """Change brownout from the next forward pass on. What is left out stays as it is.
+
+        Args:
+            threshold: in [0, 1]; 1 is exact output. strategy: "zero" | "full" | "partial" | "reroute" | "top-k".
+            phase: "prefill", "decode" or None for both.
+            keep: which originals a browned-out step keeps: those with most tokens ("count", the paper), most gate mass
+                ("mass"), or highest predicted output error of their stand-in ("error"), at equal numbers.
+            layers: indices of MoE layers that may brown out; None lifts the restriction (`brownout_layers` of the
+                config stays in force).
+
+        Raises:
+            ConfigError: before anything is changed.
+        """
+        if phase is not None:
+            _check_phase(phase)
+        changes: dict[str, Any] = {}
+        if threshold is not _UNSET:
+            changes["threshold"] = _checked_threshold(threshold)
+        if strategy is not _UNSET:
+            if strategy not in STRATEGIES:
+                raise ConfigError(f"unknown brownout strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+            changes["strategy"] = strategy
+        if keep is not _UNSET:
+            if keep not in KEEP_RULES:
+                raise ConfigError(f"unknown keep rule {keep!r}; choose one of {', '.join(KEEP_RULES)}")
+            changes["keep"] = keep
+        if layers is not _UNSET:
+            changes["layers"] = None if layers is None else self._checked_layers(layers)
+        new = {
+            name: dataclasses.replace(self._settings[name], **changes)
+            for name in (PHASES if phase is None else (phase,))
+        }
+        for settings in new.values():
+            if settings.active and settings.strategy == "partial" and self.united_config is None:
+                raise ConfigError(
+                    "strategy 'partial' delegates to united experts and none are attached: attach_united_experts(model, "
+                    "united), or choose 'full', 'reroute' or 'top-k'"
+                )
+        self._settings.update(new)
+        for (name, _), tensor in self._threshold_tensors.items():
+            tensor.fill_(self._settings[name].threshold)
+        wants_scores = any(s.active and s.strategy == "reroute" for s in self._settings.values())
+        if wants_scores and self._scores is None:
+            self._scores = RouterScores(self._model, self.layers, self.num_experts)
+        elif not wants_scores and self._scores is not None:
+            self._scores.remove()
+            self._scores = None
+
+    def _checked_layers(self, layers: Sequence[int]) -> frozenset[int]:
+        chosen = frozenset(int(layer) for layer in layers)
+        wrong = [layer for layer in chosen if not 0 <= layer < self.num_layers]
+        if wrong:
+            raise ConfigError(f"layer {wrong[0]} does not exist: the model has MoE layers 0 to {self.num_layers - 1}")
+        return chosen
+
+    def _active_settings(self, index: int, phase: str) -> PhaseSettings | None:
+        settings = self._settings[phase]
+        if not settings.active or (settings.layers is not None and index not in settings.layers):
+            return None
+        allowed = self.config.brownout_layers
+        return None if allowed is not None and index not in allowed else settings
+
+    def _threshold(self, phase: str, device: torch.device) -> torch.Tensor | float:
+        """A float on the CPU; elsewhere, and for a compiler, a 0-d tensor that changes in place, so that neither a
+        captured graph nor a compiled one has to be built again."""
+        if device.type == "cpu" and not torch.compiler.is_compiling():
+            return self._settings[phase].threshold
+        key = (phase, device)
+        if key not in self._threshold_tensors:
+            with torch.inference_mode(False):
+                self._threshold_tensors[key] = torch.full(
+                    (), self._settings[phase].threshold, dtype=torch.float64, device=device
+                )
+        return self._threshold_tensors[key]
+
+    # ------------------------------------------------------------- united experts
+
+    def install_united(self, united: UnitedExperts) -> None:
+        """Put checked united experts into the layers (`attach_united_experts` does the checking)."""
+        self._remove_modules()
+        config = self._model.config
+        for index, (name, module) in enumerate(self.layers):
+            reference = module.down_proj
+            device = self._layer_device(module)
+            tensors = {
+                key: value.detach().to(device=device, dtype=reference.dtype).clone()
+                for key, value in united.tensors[index].items()
+            }
+            child = UnitedWeights(tensors, united.group_of_expert(index).to(device))
+            setattr(module, UNITED_ATTRIBUTE, child)
+            self._ignored_keys().update(f"{name}.{UNITED_ATTRIBUTE}.{key}" for key in tensors)
+        self.united_config = united.config
+        del config
+
+    def remove_united(self) -> None:
+        """Take the united experts off and return to exact output."""
+        self._remove_modules()
+        for settings in self._settings.values():
+            settings.threshold = 1.0
+        for tensor in self._threshold_tensors.values():
+            tensor.fill_(1.0)
+
+    def _remove_modules(self) -> None:
+        for index, (name, module) in enumerate(self.layers):
+            child = module._modules.pop(UNITED_ATTRIBUTE, None)
+            if child is None:
+                continue
+            if self._pools[index] is not None:  # give the originals a storage of their own again
+                self._pools[index] = None
+                for parameter in module._parameters.values():
+                    if parameter is not None:
+                        parameter.data = parameter.data.clone()
+            self._ignored_keys().difference_update(
+                f"{name}.{UNITED_ATTRIBUTE}.{key}" for key, _ in child.named_parameters()
+            )
+        self._error_per_expert = [None] * self.num_layers
+        self.united_config = None
+
+    def _ignored_keys(self) -> set[str]:
+        """Keys that the model's own shards leave out: united experts have a file of their own."""
+        if not isinstance(self._model._keys_to_ignore_on_save, set):
+            self._model._keys_to_ignore_on_save = set(self._model._keys_to_ignore_on_save or ())
+        return self._model._keys_to_ignore_on_save
+
+    def _layer_device(self, module: nn.Module) -> torch.device:
+        hook = getattr(module, "_hf_hook", None)
+        execution = getattr(hook, "execution_device", None)
+        if execution is not None:
+            return torch.device(execution)
+        device = module.down_proj.device
+        return torch.device("cpu") if device.type == "meta" else device
+
+    # ------------------------------------------------------------- recording and batches
+
+    def record(self, num_requests: int) -> ExpertRecorder:
+        """Count the router's choices per request while the context is open. Row b of a [B, S] batch is request b;
+        packed callers name the request of each token with `batch`. Masked padding is ignored."""
+        return ExpertRecorder(self, num_requests)
+
+    @contextlib.contextmanager
+    def batch(
+        self,
+        request_ids: torch.Tensor | Sequence[int],
+        phase: str = "decode",
+        exact: torch.Tensor | Sequence[bool] | None = None,
+    ) -> Iterator[None]:
+        """Describe the packed batch of the forward passes inside.
+
+        Args:
+            request_ids: int64 [T], the request of each token, -1 = ignore (padding: neither counted nor browned out).
+            phase: a step with any prefill token is a "prefill" step. exact: bool [T], tokens that keep their experts.
+        """
+        _check_phase(phase)
+        rows = torch.as_tensor(request_ids, dtype=torch.int64, device=self.device).reshape(-1)
+        exact_rows = None
+        if exact is not None:
+            exact_rows = torch.as_tensor(exact, dtype=torch.bool, device=self.device).reshape(-1)
+            if exact_rows.shape != rows.shape:
+                raise ConfigError(f"batch: {exact_rows.numel()} exact flags for {rows.numel()} request ids")
+        outer = self._given
+        self._given = ForwardContext(phase, valid=rows >= 0, rows=rows, exact=exact_rows)
+        try:
+            yield
+        finally:
+            self._given = outer
+
+    def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = kwargs.get("input_ids")
+        if inputs is None:
+            inputs = kwargs.get("inputs_embeds")
+        if inputs is None and args:
+            inputs = args[0]
+        if self._given is not None:
+            given = self._given
+            self._context = ForwardContext(given.phase, given.valid, given.rows, given.exact)
+        elif inputs is None:
+            self._context = ForwardContext("prefill")
+        else:
+            shape = (int(inputs.shape[0]), int(inputs.shape[1]))
+            past = kwargs.get("past_key_values")
+            decoding = shape[1] == 1 and past is not None and _holds_tokens(past)
+            valid = _valid_tokens(kwargs.get("attention_mask"), shape)
+            self._context = ForwardContext("decode" if decoding else "prefill", valid, shape=shape)
+        slots = 2 * self.num_experts  # never more united experts than originals
+        self._last = StepStats(self._context, self.num_layers, slots, self.num_experts)
+
+    def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        context, stats = self._context, self._last
+        if context is None or not context.open:
+            return
+        context.open = False
+        if output is not None and stats is not None:
+            for recorder in self.recorders:
+                recorder.add(context, stats._routed)
+
+    # ------------------------------------------------------------- one layer of one step
+
+    def run_layer(
+        self,
+        index: int,
+        module: nn.Module,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> torch.Tensor:
+        """One layer's experts: the stock kernel on the router's choice, or on what brownout makes of it."""
+        context = self._context
+        stats = self._last if context is not None and context.open else None
+        if stats is not None:
+            stats._routed[index] = ids
+            stats._computed[index] = ids
+        settings = self._active_settings(index, context.phase if context is not None else "prefill")
+        if settings is None:
+            return stock_function(module, self.kernel)(module, hidden, ids, weights)
+        delegation = self._delegate(index, settings, context, module, ids, weights)
+        if stats is not None:
+            stats._computed[index] = delegation.ids
+        return self._run_delegated(index, module, hidden, delegation)
+
+    def _delegate(
+        self,
+        index: int,
+        settings: PhaseSettings,
+        context: ForwardContext | None,
+        module: nn.Module,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+    ) -> Delegation:
+        tokens = ids.shape[0]
+        ids = ids.to(torch.int64)
+        phase = context.phase if context is not None else "prefill"
+        valid = context.valid_for(tokens, ids.device) if context is not None else None
+        exact = context.exact_for(tokens, ids.device) if context is not None else None
+        threshold = self._threshold(phase, ids.device)
+        if settings.strategy in PER_TOKEN_STRATEGIES:
+            scores = self._scores.of_layer(index, tokens) if self._scores is not None else None
+            return delegate_per_token(
+                ids, weights, threshold, self.num_experts, settings.strategy,
+                scores=scores, valid=valid, exact=exact,
+            )  # fmt: skip
+        united: UnitedWeights | None = module._modules.get(UNITED_ATTRIBUTE)  # type: ignore[assignment]
+        groups = (
+            united.group_of_expert
+            if united is not None
+            else torch.arange(self.num_experts, device=ids.device)  # only "full" runs without united experts
+        )
+        error = self._stand_in_error(index, module, united) if settings.keep == "error" else None
+        return delegate_per_group(
+            ids, weights, threshold, groups, settings.strategy,
+            valid=valid, exact=exact, keep=settings.keep, error_per_expert=error,
+        )  # fmt: skip
+
+    def _stand_in_error(self, index: int, module: nn.Module, united: UnitedWeights | None) -> torch.Tensor | None:
+        """float [E]: squared output error of each expert's stand-in, from the checkpoint's calibration if it has one,
+        else the squared distance of the down projections relative to the layer's mean."""
+        if united is None or self.united_config is None:
+            return None
+        if self._error_per_expert[index] is None:
+            calibrated = self.united_config.metrics.get("error_per_expert")
+            if calibrated is not None:
+                error = torch.tensor(calibrated[index], dtype=torch.float32)
+            else:
+                with torch.no_grad():
+                    stand_in = united.down_proj[united.group_of_expert]
+                    error = (module.down_proj.float() - stand_in.float()).square().flatten(1).sum(1).cpu()
+            error = error / error.mean().clamp_min(1e-12)
+            self._error_per_expert[index] = error.to(united.group_of_expert.device)
+        return self._error_per_expert[index]
+
+    def _run_delegated(
+        self, index: int, module: nn.Module, hidden: torch.Tensor, delegation: Delegation
+    ) -> torch.Tensor:
+        kernel = stock_function(module, "batched_mm" if self.kernel == "batched_mm" else "grouped_mm")
+        united: UnitedWeights | None = module._modules.get(UNITED_ATTRIBUTE)  # type: ignore[assignment]
+        originals = ExpertsProxy(module, expert_tensors(module))
+        ids, weights = delegation
+        count = originals.num_experts
+        if united is None:
+            return kernel(originals, hidden, torch.where(ids < 0, count, ids), weights)
+        pool = self._pool(index, module, united)
+        if pool is not None:
+            both = ExpertsProxy(module, pool.weights)
+            return kernel(both, hidden, torch.where(ids < 0, both.num_experts, ids), weights)
+        stand_ins = ExpertsProxy(module, expert_tensors(united))
+        own = torch.where((ids < 0) | (ids >= count), count, ids)
+        other = torch.where(ids < count, stand_ins.num_experts, ids - count)
+        out = kernel(originals, hidden, own, weights.masked_fill(own == count, 0))
+        rest = weights.masked_fill(other == stand_ins.num_experts, 0)
+        return out + kernel(stand_ins, hidden, other, rest)
+
+    def _pool(self, index: int, module: nn.Module, united: UnitedWeights) -> ExpertPool | None:
+        """The layer's shared storage, built on first use; None where parameters cannot or must not share one."""
+        if torch.is_grad_enabled() and any(
+            p.requires_grad for p in (*module._parameters.values(), *united._parameters.values()) if p is not None
+        ):
+            return None  # gradients have to reach the parameters themselves
+        pool = self._pools[index]
+        if torch.compiler.is_compiling():
+            return pool
+        if pool is not None and not pool.intact(module, united):
+            pool = None
+        if pool is None and ExpertPool.possible(module, united):
+            pool = ExpertPool(module, united)
+        self._pools[index] = pool
+        return pool
+
+
+def _holds_tokens(past: Any) -> bool:
+    """Whether a KV cache has tokens. A static cache may keep its length on the device, where asking would sync; it
+    only meets one-token inputs while decoding."""
+    length = past.get_seq_length() if hasattr(past, "get_seq_length") else 1
+    return True if isinstance(length, torch.Tensor) else length > 0
+
+
+def _valid_tokens(mask: Any, shape: tuple[int, int]) -> torch.Tensor | None:
+    """bool [B * S] from a 2-d attention mask [B, >= S]; None where no mask speaks about single tokens."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != shape[0]:
+        return None
+    if mask.shape[1] < shape[1]:
+        return None
+    return mask[:, mask.shape[1] - shape[1] :].reshape(-1).to(torch.bool)
+
+
+def _check_phase(phase: str) -> None:
+    if phase not in PHASES:
+        raise ConfigError(f"unknown phase {phase!r}; choose 'prefill', 'decode' or None for both")
+
+
+def _checked_threshold(threshold: Any) -> float:
+    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+        raise ConfigError(f"threshold must be a number in [0, 1], got {threshold!r}")
+    if not 0.0 <= float(threshold) <= 1.0:
+        raise ConfigError(f"threshold must lie in [0, 1], got {threshold}")
+    return float(threshold)

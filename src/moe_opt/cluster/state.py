@@ -35,9 +35,7 @@ class Request:
 
     def __post_init__(self) -> None:
         if not self.prompt_tokens >= 0:
-            raise ConfigError(
-                f"request {self.id!r}: prompt_tokens must be 0 or more, got {self.prompt_tokens!r}"
-            )
+            raise ConfigError(f"request {self.id!r}: prompt_tokens must be 0 or more, got {self.prompt_tokens!r}")
 
 
 @dataclass(slots=True)

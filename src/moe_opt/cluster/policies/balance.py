@@ -1,0 +1,256 @@
+"""BalanceRoute: keep the KV load of data-parallel workers level, as every decode step waits for the heaviest.
+
+BR-0 looks at the current step (Section 3); BR-H at the next H steps, with what a predictor says about who
+leaves (Section 4). BR-0 is BR-H at H = 0, alpha = 1, beta = K, so one tick serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moe_opt.cluster.policies.base import Policy, in_arrival_order
+from moe_opt.cluster.policies.projection import Floats, Ints, Projection
+from moe_opt.cluster.policies.subsets import AdmissionScore, best_single, best_subset
+from moe_opt.cluster.predictors import Predictor, make_predictor
+from moe_opt.cluster.predictors.tracker import RemainingTracker
+from moe_opt.cluster.state import Assignment, Request, Worker
+from moe_opt.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class BalanceSettings:
+    """The constants of BR-0 and BR-H; None means the number of workers."""
+
+    horizon: int = 0  # H, decode steps
+    gamma: float = 1.0
+    alpha: float = 1.0
+    beta: float | None = None
+    candidates: int = 8  # R, the oldest waiting requests that Stage 2 considers
+    subset_size: int = 4  # most requests admitted to one worker at a time
+    pool_bound: int | None = None  # Stage 1 runs while more slots than this are free
+
+    def __post_init__(self) -> None:
+        for name, value, least in (
+            ("horizon", self.horizon, 0),
+            ("candidates", self.candidates, 1),
+            ("subset_size", self.subset_size, 1),
+            ("pool_bound", self.pool_bound, 0),
+            ("alpha", self.alpha, 0),
+            ("beta", self.beta, 0),
+            ("gamma", self.gamma, 0),
+        ):
+            if value is not None and not value >= least:
+                raise ConfigError(f"{name} must be {least} or more, got {value!r}")
+        if self.gamma > 1:
+            raise ConfigError(f"gamma must be at most 1, got {self.gamma!r}")
+
+
+class Band:
+    """Which workers each waiting request may go to: here, to all. See `compose.LocalityBand`."""
+
+    restricts = False
+
+    def members(self, worker: int, positions: Ints) -> np.ndarray:
+        """Whether the request at each queue position may go to ``worker`` now: booleans."""
+        return np.ones(len(positions), dtype=bool)
+
+    def update(self, worker: int, fleet: Projection) -> bool:
+        """``worker`` has taken something. True if others may now take requests that they could not before."""
+        return False
+
+
+EVERYWHERE = Band()
+
+
+class BalanceTick:
+    """One scheduling round over a queue in arrival order (Algorithms 2 and 3)."""
+
+    def __init__(
+        self,
+        queue: Sequence[Request],
+        fleet: Projection,
+        settings: BalanceSettings,
+        tracker: RemainingTracker | None = None,
+        band: Band = EVERYWHERE,
+    ):
+        count = len(fleet.workers)
+        self._queue = queue
+        self._fleet = fleet
+        self._tracker = tracker
+        self._band = band
+        self._alpha = settings.alpha
+        self._beta = float(count) if settings.beta is None else settings.beta
+        self._pool_bound = count if settings.pool_bound is None else settings.pool_bound
+        self._candidates = settings.candidates
+        self._subset_size = settings.subset_size
+        self._weights: Floats = settings.gamma**fleet.steps_ahead
+        self._tokens: Ints = np.array([request.prompt_tokens for request in queue], dtype=np.int64)
+        self._pending: Ints = np.arange(len(queue))  # queue positions that still wait, oldest first
+        self._skipped = np.zeros(count, dtype=bool)  # workers that can take nothing of what waits
+        self._assignments: list[Assignment] = []
+
+    def run(self) -> list[Assignment]:
+        """Stage 1 while slots abound, then Stage 2."""
+        free = self._fleet.free
+        while self._pending.size and int(free.sum()) > self._pool_bound:
+            worker = self._next_worker()
+            if worker is None:
+                break
+            places = self._eligible(worker)
+            if places.size:
+                chosen = best_single(self._tokens[self._pending[places]], self._score(worker)).positions
+                self._admit(worker, places[list(chosen)])
+            else:
+                self._skipped[worker] = True
+        while self._pending.size:
+            worker = self._next_worker()
+            if worker is None:
+                break
+            places = self._eligible(worker, self._candidates)
+            if places.size:
+                self._admit(worker, places[self._choose_subset(worker, places)])
+            else:
+                self._skipped[worker] = True
+        return self._assignments
+
+    def _next_worker(self) -> int | None:
+        """Head of the priority queue: most free slots, then largest margin, then first in order."""
+        free = np.where(self._skipped, 0, self._fleet.free)
+        most = int(free.max(initial=0))
+        if most == 0:
+            return None
+        first = np.flatnonzero(free == most)
+        if len(first) == 1:
+            return int(first[0])
+        return int(first[self._fleet.smallest_margins(first).argmax()])
+
+    def _eligible(self, worker: int, at_most: int | None = None) -> Ints:
+        """Places in ``pending`` of the oldest requests that ``worker`` may take."""
+        if not (self._fleet.has_limits or self._band.restricts):
+            return np.arange(len(self._pending) if at_most is None else min(at_most, len(self._pending)))
+        allowed = self._tokens[self._pending] <= self._fleet.room[worker]
+        if self._band.restricts:
+            allowed &= self._band.members(worker, self._pending)
+        return np.flatnonzero(allowed)[:at_most]
+
+    def _score(self, worker: int) -> AdmissionScore:
+        return AdmissionScore(self._fleet.margins(worker), self._weights, self._alpha, self._beta)
+
+    def _choose_subset(self, worker: int, places: Ints) -> list[int]:
+        loads = self._tokens[self._pending[places]]
+        score = self._score(worker)
+        size = min(self._subset_size, int(self._fleet.free[worker]))
+        best = best_subset(loads, score, size, float(self._fleet.room[worker]))
+        if best is None or best.score <= 0:
+            best = best_single(loads, score)  # so that nothing starves
+        return list(best.positions)
+
+    def _admit(self, worker: int, places: Ints) -> None:
+        positions = self._pending[places]
+        requests = [self._queue[position] for position in positions]
+        steps = None if self._tracker is None else self._tracker.admit(requests)
+        self._fleet.admit(worker, self._tokens[positions], steps)
+        worker_id = self._fleet.workers[worker].id
+        self._assignments.extend(Assignment(request.id, worker_id) for request in requests)
+        last = int(places[-1]) + 1
+        head = np.delete(self._pending[:last], places)
+        self._pending = np.concatenate((head, self._pending[last:]))
+        if self._band.restricts and self._band.update(worker, self._fleet):
+            self._skipped[:] = False
+
+
+class BalanceRouteHPolicy(Policy):
+    """BR-H: admits what brings workers closest to the heaviest over the next H steps, and not beyond it."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        predictor: str | Predictor | None = None,
+        horizon: int = 48,
+        gamma: float = 0.9,
+        alpha: float = 1.0,
+        beta: float | None = None,
+        candidates: int = 8,
+        subset_size: int = 4,
+        pool_bound: int | None = None,
+        refresh_every: int = 16,
+    ):
+        """See `BalanceSettings`; ``refresh_every`` is in generated tokens, ``seed`` goes to the learned
+        predictor.
+
+        Without a predictor (or with "oracle") ``RunningRequest.remaining`` is read where it is given.
+        """
+        self._settings = BalanceSettings(horizon, gamma, alpha, beta, candidates, subset_size, pool_bound)
+        self.predictor = make_predictor(predictor, seed)
+        self._tracker = None if self.predictor is None else RemainingTracker(self.predictor, horizon, refresh_every)
+
+    def assign(self, waiting: Sequence[Request], workers: Sequence[Worker], now: float) -> list[Assignment]:
+        if not waiting or not any(worker.free_slots for worker in workers):
+            return []
+        fleet = Projection(workers, self._settings.horizon, self._tracker)
+        queue = in_arrival_order(waiting, workers)
+        return BalanceTick(queue, fleet, self._settings, self._tracker, self._band(queue, fleet)).run()
+
+    def observe_finished(self, request: Request, generated: int) -> None:
+        if self.predictor is not None:
+            self.predictor.observe(request, generated)
+        if self._tracker is not None:
+            self._tracker.forget(request.id)
+
+    def _band(self, queue: Sequence[Request], fleet: Projection) -> Band:
+        return EVERYWHERE
+
+
+class BalanceRoute0Policy(Policy):
+    """BR-0: admits what brings workers closest to the heaviest now, and not beyond it. No prediction."""
+
+    def __init__(
+        self,
+        seed: int = 0,
+        candidates: int = 8,
+        subset_size: int = 4,
+        pool_bound: int | None = None,
+        pool_bypass: bool = False,
+        bypass_margin: int = 1,
+    ):
+        """``pool_bypass`` sends requests on at once (D.6), up to ``bypass_margin`` beyond ``max_running``.
+
+        The worker's own queue then holds them until a slot is free, and their KV transfer overlaps with
+        that wait.
+        """
+        self._settings = BalanceSettings(candidates=candidates, subset_size=subset_size, pool_bound=pool_bound)
+        if bypass_margin < 0:
+            raise ConfigError(f"bypass_margin must be 0 or more, got {bypass_margin}")
+        self._bypass = pool_bypass
+        self._extra_slots = bypass_margin if pool_bypass else 0
+
+    def assign(self, waiting: Sequence[Request], workers: Sequence[Worker], now: float) -> list[Assignment]:
+        if not waiting:
+            return []
+        fleet = Projection(workers, extra_slots=self._extra_slots)
+        if not fleet.free.any():
+            return []
+        queue = in_arrival_order(waiting, workers)
+        if self._bypass:
+            return self._assign_at_once(queue, fleet)
+        return BalanceTick(queue, fleet, self._settings, band=self._band(queue, fleet)).run()
+
+    def _assign_at_once(self, queue: Sequence[Request], fleet: Projection) -> list[Assignment]:
+        """Each request, oldest first, to the worker of highest F: the one that it overflows least."""
+        assignments = []
+        for request in queue:
+            able = np.flatnonzero((fleet.free > 0) & (fleet.room >= request.prompt_tokens))
+            if able.size:
+                margins = fleet.smallest_margins(able)
+                overflow = np.maximum(request.prompt_tokens - margins, 0.0)
+                # F = D - K * overflow; among workers that are equal in F, the lightest.
+                chosen = int(able[np.lexsort((-margins, overflow))[0]])
+                fleet.admit(chosen, np.array([request.prompt_tokens]))
+                assignments.append(Assignment(request.id, fleet.workers[chosen].id))
+        return assignments
+
+    def _band(self, queue: Sequence[Request], fleet: Projection) -> Band:
+        return EVERYWHERE

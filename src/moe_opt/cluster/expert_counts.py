@@ -46,9 +46,10 @@ def check_counts(
 
 
 def idf(counts: Floats) -> Floats:
-    """w(l, e) = log((|C| + 1) / (df(l, e) + 1)), `[L, E]`, from calibration counts `[N, L, E]` (ELDR, step 2).
+    """w(l, e) = log((|C| + 1) / (df(l, e) + 1)) `[L, E]` of calibration counts `[N, L, E]` (ELDR, step 2).
 
-    df(l, e) is the number of prompts in which expert e fires at layer l. An expert that fires in all has weight 0.
+    df(l, e) is the number of prompts in which expert e fires at layer l. An expert that fires in all has
+    weight 0.
     """
     frequency = (counts > 0).sum(axis=0)
     weights: Floats = np.log((len(counts) + 1) / (frequency + 1))
@@ -69,7 +70,7 @@ def weigh(counts: Floats, weighting: str, idf_weights: Floats) -> Floats:
 
 
 def unit(vectors: Floats, fallback: Floats | None = None) -> Floats:
-    """Rows `[..., D]` scaled to length 1; an all-zero row takes `fallback`'s, and stays zero if that is zero too."""
+    """Rows `[..., D]` scaled to length 1; an all-zero row takes `fallback`'s, zero if that is zero too."""
     norms = np.linalg.norm(vectors, axis=-1, keepdims=True)
     if fallback is not None and not np.all(norms > 0):
         vectors = np.where(norms > 0, vectors, fallback)

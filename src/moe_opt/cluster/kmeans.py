@@ -1,7 +1,8 @@
 """Spherical K-means, plain and Hungarian-balanced (ELDR, "Offline: Balanced K-means").
 
-Balanced means that each centroid takes at most ceil(N / K) points; the assignment step is then an assignment problem,
-solved exactly by `scipy.optimize.linear_sum_assignment` over ceil(N / K) copies of each centroid's column.
+Balanced means that each centroid takes at most ceil(N / K) points; the assignment step is then an assignment
+problem, solved exactly by `scipy.optimize.linear_sum_assignment` over ceil(N / K) copies of each centroid's
+column.
 """
 
 from __future__ import annotations
@@ -60,8 +61,8 @@ def kmeans(
 ) -> Clustering:
     """Clusters unit vectors by cosine distance.
 
-    `restarts` plain runs start from K-means++ seeds; the two of least cost are then balanced, and the better one is
-    kept. `initial` `[K, D]` replaces the seeds: cluster k then stays what it was (warm refit).
+    `restarts` plain runs start from K-means++ seeds; the two of least cost are then balanced, and the better
+    one is kept. `initial` `[K, D]` replaces the seeds: cluster k then stays what it was (warm refit).
 
     Args:
         points: `[N, D]`, unit vectors (a zero vector is allowed: it is at distance 1 from everything).
@@ -116,7 +117,7 @@ def _fill_by_regret(distances: Floats) -> Ints:
 
 
 def _seed_centroids(points: Floats, num_clusters: int, rng: np.random.Generator) -> Floats:
-    """K-means++: each next seed is drawn with probability proportional to its squared distance from the seeds so far."""
+    """K-means++: the next seed is drawn by its distance 1 - cos = |a - b|^2 / 2 from the seeds so far."""
     chosen = [int(rng.integers(len(points)))]
     nearest = np.maximum(1.0 - points @ points[chosen[0]], 0.0).astype(np.float64)
     while len(chosen) < num_clusters:
@@ -133,16 +134,17 @@ def _seed_centroids(points: Floats, num_clusters: int, rng: np.random.Generator)
 def _iterate(points: Floats, start: Floats, balanced: bool, max_iterations: int) -> Clustering:
     """Lloyd's iterations until the labels stop changing. An empty cluster takes the worst-served point."""
     centroids = start
-    labels = np.full(len(points), -1, dtype=np.int64)
+    assign = balanced_assignment if balanced else _nearest
+    labels: Ints = np.full(len(points), -1, dtype=np.int64)
     for _ in range(max_iterations):
         distances = 1.0 - points @ centroids.T
         previous = labels
-        labels = balanced_assignment(distances) if balanced else _nearest(distances)
+        labels = assign(distances)
         if np.array_equal(labels, previous):
             break
         centroids = _means(points, labels, centroids)
     distances = 1.0 - points @ centroids.T
-    labels = balanced_assignment(distances) if balanced else _nearest(distances)
+    labels = assign(distances)
     return Clustering(centroids, labels, _cost(distances, labels))
 
 
@@ -164,7 +166,8 @@ def _means(points: Floats, labels: Ints, previous: Floats) -> Floats:
     member = (labels == np.arange(len(previous))[:, None]).astype(points.dtype)  # [K, N]
     sums = member @ points
     norms = np.linalg.norm(sums, axis=1, keepdims=True)
-    # A cluster without points (balanced K-means with K * ceil(N / K) > N) or with zero vectors only stays put.
+    # A cluster without points (balanced K-means with K * ceil(N / K) > N) or with zero vectors only stays
+    # put.
     return np.where(norms > 0, sums / np.where(norms > 0, norms, 1.0), previous).astype(np.float32)
 
 

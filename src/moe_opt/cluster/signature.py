@@ -1,9 +1,10 @@
-"""Expert signatures (ELDR): a unit vector per request, near to those of requests that will use the same experts.
+"""Expert signatures (ELDR): a unit vector per request, near to those of requests that use the same experts.
 
-Fit on calibration prompts, offline: choose the weighting of counts, the layers, and one centroid per decode worker.
-Online: `SignatureModel.transform` turns a request's prefill counts into its signature, and the router compares it
-with the centroids (`policies/locality.py`). See `signature_rho.py` for rho and the choice of layers, `kmeans.py` for
-the clusters, `token_table.py` for engines that report no experts, and `drift.py` for refitting.
+Fit on calibration prompts, offline: choose the weighting of counts, the layers, and one centroid per decode
+worker. Online: `SignatureModel.transform` turns a request's prefill counts into its signature, and the router
+compares it with the centroids (`policies/locality.py`). See `signature_rho.py` for rho and the choice of
+layers, `kmeans.py` for the clusters, `token_table.py` for engines that report no experts, and `drift.py` for
+refitting.
 """
 
 from __future__ import annotations
@@ -45,18 +46,30 @@ _MIN_FOLD_PROMPTS = 5
 class SignatureModel:
     """What `fit` learned. Immutable: refitting makes another one."""
 
-    num_layers: int  # MoE layers of the model, L
-    num_experts: int  # routed experts per layer, E
-    layers: tuple[int, ...]  # the layers a signature is made of, ascending
-    weighting: str  # one of WEIGHTINGS
-    idf_weights: Floats = field(repr=False)  # float64 [L, E]
-    centroids: Floats = field(repr=False)  # float32 [K, D], unit vectors, D = len(layers) * E; centroid k is worker k's
-    rho: float  # Spearman correlation on the calibration prompts, chosen weighting and layers
-    cross_validated_rho: dict[str, float]  # weighting -> mean rho on held-out prompts; empty if it was given
-    similarity_mean: float  # calibration signatures' cosine to their nearest centroid: mean ...
-    similarity_std: float  # ... and standard deviation; drift is measured against them
-    shares: Floats = field(repr=False)  # float64 [K]: part of the calibration prompts nearest to each centroid
-    token_table: TokenTable | None = None  # set by `with_token_table`
+    num_layers: int
+    """MoE layers of the model, L."""
+    num_experts: int
+    """Routed experts per layer, E."""
+    layers: tuple[int, ...]
+    """The MoE layers a signature is made of, ascending."""
+    weighting: str
+    """One of `expert_counts.WEIGHTINGS`."""
+    idf_weights: Floats = field(repr=False)
+    """float64 [L, E]; used by "count-idf" alone."""
+    centroids: Floats = field(repr=False)
+    """float32 [K, D], unit vectors, D = len(layers) * E; centroid k belongs to worker k."""
+    rho: float
+    """On the calibration prompts, with the chosen weighting and layers."""
+    cross_validated_rho: dict[str, float]
+    """Weighting -> mean rho on held-out prompts; empty where the weighting was given."""
+    similarity_mean: float
+    """Mean cosine of the calibration signatures to their nearest centroid; drift is measured against it."""
+    similarity_std: float
+    """Its standard deviation."""
+    shares: Floats = field(repr=False)
+    """float64 [K]: the part of the calibration prompts that is nearest to each centroid."""
+    token_table: TokenTable | None = None
+    """For requests without expert counts; set by `with_token_table`."""
 
     @classmethod
     def fit(
@@ -70,12 +83,12 @@ class SignatureModel:
         layers: str | tuple[int, ...] = "greedy",
         clustering: str = "balanced",
     ) -> SignatureModel:
-        """Weighting, layers and centroids from calibration prompts; under 10 s for 1,000 x 48 x 128 and 16 workers.
+        """Weighting, layers and centroids from calibration prompts: 5 s for 1,000 x 48 x 128 and 16 workers.
 
         Args:
             prefill_counts: `[N, L, E]`, tokens of prompt n that layer l sent to expert e (top-k choices).
-            decode_probs: `[N, L, E]`, probability that a decode token of prompt n activates the expert. Any positive
-                scale will do: only directions are compared.
+            decode_probs: `[N, L, E]`, probability that a decode token of prompt n activates the expert.
+                Any positive scale will do: only directions are compared.
             num_workers: K, decode workers; one centroid each.
             seed: of pair sampling, folds and K-means. The same arguments give the same model.
             weighting: "auto" takes the better of count and count x IDF by rho on held-out prompts.
@@ -119,8 +132,8 @@ class SignatureModel:
     def transform(self, counts: ArrayLike) -> Floats:
         """The signature of prefill counts: weigh, select layers, concatenate, normalise (ELDR, "4 steps").
 
-        A vector that the weighting makes all zero falls back to raw counts. Counts without any token give the zero
-        vector, which has no direction: the router then goes by load alone.
+        A vector that the weighting makes all zero falls back to raw counts. Counts without any token give the
+        zero vector, which has no direction: the router then goes by load alone.
 
         Args:
             counts: `[L, E]`, or `[N, L, E]` for many.
@@ -163,17 +176,25 @@ class SignatureModel:
         gram = PairGram.of(np.asarray(signatures)[:, None, :], first, second)
         return spearman(gram.distances(np.array([0])), decode_ranks(probs, first, second))
 
-    def with_centroids(self, centroids: Floats, signatures: Floats) -> SignatureModel:
-        """The same transform with other centroids `[K, D]`; drift's baseline is taken from `signatures` `[N, D]`."""
-        similarity = signatures @ centroids.T
-        nearest = similarity.max(axis=1)
-        shares = np.bincount(similarity.argmax(axis=1), minlength=len(centroids)) / len(signatures)
-        return replace(
+    def with_centroids(self, centroids: Floats, signatures: Floats | None = None) -> SignatureModel:
+        """The same transform with other centroids `[K, D]`.
+
+        Drift's baseline is taken from `signatures` `[N, D]`; without them the old one stays, its shares even.
+        """
+        fresh = replace(
             self,
             centroids=np.ascontiguousarray(centroids, dtype=np.float32),
+            shares=np.full(len(centroids), 1.0 / len(centroids)),
+        )
+        if signatures is None:
+            return fresh
+        similarity = fresh.similarity(signatures)
+        nearest = similarity.max(axis=1)
+        return replace(
+            fresh,
             similarity_mean=float(nearest.mean()),
             similarity_std=float(nearest.std()),
-            shares=shares,
+            shares=np.bincount(similarity.argmax(axis=1), minlength=len(centroids)) / len(signatures),
         )
 
     def with_token_table(self, table: TokenTable | None) -> SignatureModel:
@@ -184,8 +205,8 @@ class SignatureModel:
         """
         if table is not None and (table.num_layers, table.num_experts) != (self.num_layers, self.num_experts):
             raise ConfigError(
-                f"the token table has {table.num_layers} layers of {table.num_experts} experts, the signature model "
-                f"{self.num_layers} of {self.num_experts}"
+                f"the token table has {table.num_layers} layers of {table.num_experts} experts, "
+                f"the signature model {self.num_layers} of {self.num_experts}"
             )
         return replace(self, token_table=table)
 

@@ -1,9 +1,10 @@
 """rho, the quality of an expert signature, and the greedy choice of layers that maximises it (ELDR, Eq. 1).
 
-rho = Spearman(cosine distance of two prompts' signatures, cosine distance of their decode activation probabilities)
-over pairs of prompts. A signature is a concatenation of layers, so that a pair's dot product and its norms are sums
-over layers: `PairGram` keeps, per layer, the entries of the Gram matrix that the sampled pairs need, and adding a
-layer to a selection costs one addition per pair and one sort. 48 layers take 48 * 49 / 2 = 1,176 sorts.
+rho = Spearman(cosine distance of two prompts' signatures, cosine distance of their decode activation
+probabilities) over pairs of prompts. A signature is a concatenation of layers, so that a pair's dot product
+and its norms are sums over layers: `PairGram` keeps, per layer, the entries of the Gram matrix that the
+sampled pairs need, and adding a layer to a selection costs one addition per pair and one sort. 48 layers take
+48 * 49 / 2 = 1,176 sorts.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from scipy.stats import rankdata
 Floats = NDArray[np.floating]
 Ints = NDArray[np.integer]
 
-# Pairs that the greedy search ranks. Sorting 20,000 floats takes 0.2 ms; the standard error of rho over that many
-# pairs is below 0.005, less than what the finite number of prompts contributes.
+# Pairs that the greedy search ranks. Sorting 20,000 floats takes 0.2 ms; the standard error of rho over that
+# many pairs is below 0.005, less than what the finite number of prompts contributes.
 MAX_PAIRS = 20_000
 
 
@@ -49,8 +50,8 @@ def ranks(values: Floats) -> Floats:
 def spearman(values: Floats, target_ranks: Floats) -> float:
     """Spearman correlation of `values` `[P]` with ranks from `ranks`; 0.0 where either side is constant.
 
-    Without ties (the rule for cosine distances of counts) one argsort is enough: the value at sorted place r has
-    rank r. Ties take the slower `rankdata`.
+    Without ties (the rule for cosine distances of counts) one argsort is enough: the value at sorted place r
+    has rank r. Ties take the slower `rankdata`.
     """
     order = np.argsort(values)
     ordered = values[order]
@@ -75,7 +76,7 @@ class PairGram:
 
     @classmethod
     def of(cls, vectors: Floats, first: Ints, second: Ints) -> PairGram:
-        """Gram entries of `vectors` `[N, L, E]` for the pairs (first[p], second[p]); one layer at a time in memory."""
+        """Gram entries of `vectors` `[N, L, E]` for the pairs (first[p], second[p]), one layer at a time."""
         num_layers = vectors.shape[1]
         dots = np.empty((num_layers, len(first)), dtype=np.float64)
         norms = np.einsum("nle,nle->ln", vectors, vectors, dtype=np.float64)
@@ -118,7 +119,8 @@ class LayerOrder:
 def greedy_layers(gram: PairGram, decode_ranks: Floats) -> LayerOrder:
     """Forward greedy selection over all layers (ELDR, "Keep informative layers").
 
-    Each step adds the layer that gives the highest rho together with those already chosen, the lowest index on a tie.
+    Each step adds the layer that gives the highest rho together with those already chosen, the lowest index
+    on a tie.
 
     Args:
         gram: Gram entries of the weighted prefill counts.

@@ -1,12 +1,12 @@
 """Token-table signatures: which experts a prompt will use, from its token ids alone.
 
-Experts follow token identity closely, so the expected expert counts of a prompt are nearly the sum over its tokens of
-what each vocabulary token is usually sent to. The table `[V, L, E]` is learned from calibration prompts as
-mean + codes @ basis (rank r, both in int8): 48 layers x 128 experts x 152,000 tokens take 11 MB at rank 64, and a
-prompt costs one sum of rows. It needs nothing from the engine and is known before prefill.
+Experts follow token identity closely, so the expected expert counts of a prompt are nearly the sum over its
+tokens of what each vocabulary token is usually sent to. The table `[V, L, E]` is learned from calibration
+prompts as mean + codes @ basis (rank r, both in int8): 48 layers x 128 experts x 152,000 tokens take 11 MB at
+rank 64, and a prompt costs one sum of rows. It needs nothing from the engine and is known before prefill.
 
-Two ways to fit it: from the experts of each token (`fit_routing`: vLLM's or SGLang's routed experts), or from whole
-prompts' counts (`fit_counts`: what moe_opt's own recorder reports).
+Two ways to fit it: from the experts of each token (`fit_routing`: vLLM's or SGLang's routed experts), or from
+whole prompts' counts (`fit_counts`: what moe_opt's own recorder reports).
 """
 
 from __future__ import annotations
@@ -34,11 +34,16 @@ class TokenTable:
 
     num_layers: int
     num_experts: int
-    mean: Floats = field(repr=False)  # float32 [L * E]: expected counts of one token whose identity is unknown
-    codes: NDArray[np.int8] = field(repr=False)  # [V, r]
-    code_scale: Floats = field(repr=False)  # float32 [V]
-    basis: NDArray[np.int8] = field(repr=False)  # [r, L * E]
-    basis_scale: Floats = field(repr=False)  # float32 [r]
+    mean: Floats = field(repr=False)
+    """float32 [L * E]: expected counts of one token whose identity is unknown."""
+    codes: NDArray[np.int8] = field(repr=False)
+    """[V, r], one row per vocabulary token; zero for tokens that calibration never saw."""
+    code_scale: Floats = field(repr=False)
+    """float32 [V]: what one unit of a token's codes is worth."""
+    basis: NDArray[np.int8] = field(repr=False)
+    """[r, L * E]."""
+    basis_scale: Floats = field(repr=False)
+    """float32 [r]."""
 
     def __post_init__(self) -> None:
         width = self.num_layers * self.num_experts
@@ -96,9 +101,9 @@ class TokenTable:
     ) -> TokenTable:
         """From each calibration token's experts, as an engine reports them.
 
-        A token seen n times is shrunk towards the average token by n / (n + prior). The low rank is a randomised
-        truncated SVD (two passes, one power iteration) with rows weighted by how often a token occurs; it visits
-        the layers one by one, so that memory stays at `[V seen, E]`.
+        A token seen n times is shrunk towards the average token by n / (n + prior). The low rank is a
+        randomised truncated SVD (two passes, one power iteration) with rows weighted by how often a token
+        occurs; it visits the layers one by one, so that memory stays at `[V seen, E]`.
 
         Args:
             token_ids: int `[T]`, all calibration prompts one after the other.
@@ -202,13 +207,14 @@ class TokenTable:
         _, strengths, right = np.linalg.svd((vectors * np.sqrt(values)).T @ dual, full_matrices=False)
         keep = int(np.sum(strengths[:rank] > 1e-9 * strengths[0])) if strengths[0] > 0 else 0
         codes = scaled.T @ (dual @ right[:keep].T)
-        return cls._quantised(*counts.shape[1:], mean, vocabulary, codes, right[:keep])
+        num_layers, num_experts = counts.shape[1:]
+        return cls._quantised(num_layers, num_experts, mean, vocabulary, codes, right[:keep])
 
     @classmethod
     def _quantised(
         cls, num_layers: int, num_experts: int, mean: Floats, vocabulary: Ints, codes: Floats, basis: Floats
     ) -> TokenTable:
-        """Spreads the codes of the tokens seen over all ids and rounds codes and basis to int8, a scale per row."""
+        """Spreads the codes of the tokens seen over all ids; rounds to int8 with a scale per row."""
         code_scale = np.abs(codes).max(axis=1, initial=0.0) / 127
         basis_scale = np.abs(basis).max(axis=1, initial=0.0) / 127
         size = int(vocabulary[-1]) + 1

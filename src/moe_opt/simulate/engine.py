@@ -106,6 +106,7 @@ class _Engine:
         self.queue: list[tuple[float, int, int]] = []  # (time, group, version)
         self.arrivals = np.array([r.arrival for r in trace])
         self.cursor = self.event_cursor = self.finished = 0
+        self.advanced = self.sampled_tokens = 0  # output tokens accounted for, and those in samples
         self.pool_seen = 0  # requests in the pool at the last decision
         self.now = self.sampled_at = 0.0
         self.sample_every = max(cost.seconds(0, 1), 1e-4)
@@ -165,6 +166,8 @@ class _Engine:
             if self.sampled:
                 self._sample()
             self._dispatch()
+        if self.sampled:
+            self._sample(last=True)
         self.recorder.end = self.now
 
     def _next_moment(self) -> float | None:
@@ -347,6 +350,7 @@ class _Engine:
                 self.pool_seen,
             )
         self.load[members] += count * steps
+        self.advanced += int(count.sum()) * steps
         group.step += steps
         group.start = group.ends[steps - 1]
         del group.ends[:steps]
@@ -408,10 +412,10 @@ class _Engine:
         )
         self.waiting[original.id] = (row, again)
 
-    def _sample(self) -> None:
+    def _sample(self, *, last: bool = False) -> None:
         """Loads of independent workers at this moment; weighted by the time since the last sample."""
         elapsed = self.now - self.sampled_at
-        if elapsed < self.sample_every:
+        if elapsed < self.sample_every and not last:
             return
         self.sampled_at = self.now
         indices = np.array(sorted(self.workers), dtype=np.int64)
@@ -419,16 +423,19 @@ class _Engine:
             return
         loads = np.array([[self.load_now(int(w)) for w in indices]], dtype=np.int64)
         busy = [self.experts.distinct(self.group_of[w]) for w in indices if self.count[w]]
+        done = np.array([self.groups[self.group_of[w]].done(self.now) for w in indices])
+        tokens = self.advanced + int((done * self.count[indices]).sum())
         self.recorder.steps(
             np.array([self.now]),
             np.array([elapsed]),
             loads,
             np.ones(len(indices), dtype=bool),
             indices,
-            int(self.count.sum()),
+            tokens - self.sampled_tokens,
             float(np.mean(busy)) if busy else 0.0,
             self.pool_seen,
         )
+        self.sampled_tokens = tokens
 
     # -- fleet events
     # -------------------------------------------------------------------------------------------

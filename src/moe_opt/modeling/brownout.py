@@ -235,7 +235,7 @@ def delegate_per_token(
     """
     mass = weights.float()
     total = mass.sum(1, keepdim=True)
-    order = mass.argsort(1, descending=True, stable=True)
+    order = torch.argsort(mass, dim=1, descending=True, stable=True)
     in_order = mass.gather(1, order)
     before = in_order.cumsum(1) - in_order
     keep_in_order = before < total * threshold * (1.0 - _TOLERANCE)

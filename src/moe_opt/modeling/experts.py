@@ -41,7 +41,7 @@ def is_experts_module(module: nn.Module) -> bool:
     """True for a module whose class carries Transformers' `@use_experts_implementation`."""
     return (
         hasattr(type(module).forward, "__wrapped__")
-        and hasattr(module, "_is_expert_parallel")
+        and hasattr(module, "has_gate")
         and hasattr(module, "is_transposed")
         and hasattr(module, "num_experts")
     )
@@ -126,8 +126,8 @@ class ExpertsProxy:
         self.has_gate = module.has_gate
         self.has_bias = module.has_bias
         self.is_transposed = module.is_transposed
-        self.is_concatenated = module.is_concatenated
-        self.has_post_expert_norm = module.has_post_expert_norm
+        # Transformers 5.17 knows neither post norms nor the sentinel switch (its sentinels are always on).
+        self.has_post_expert_norm = getattr(module, "has_post_expert_norm", False)
         self._is_expert_parallel = True
         self.__dict__.update(weights)
 

@@ -334,7 +334,6 @@ class MoERuntime:
     def install_united(self, united: UnitedExperts) -> None:
         """Put checked united experts into the layers (`attach_united_experts` does the checking)."""
         self._remove_modules()
-        config = self._model.config
         for index, (name, module) in enumerate(self.layers):
             reference = module.down_proj
             device = self._layer_device(module)
@@ -346,7 +345,6 @@ class MoERuntime:
             setattr(module, UNITED_ATTRIBUTE, child)
             self._ignored_keys().update(f"{name}.{UNITED_ATTRIBUTE}.{key}" for key in tensors)
         self.united_config = united.config
-        del config
 
     def remove_united(self) -> None:
         """Take the united experts off and return to exact output."""

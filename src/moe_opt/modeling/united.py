@@ -76,13 +76,14 @@ class UnitedExpertsConfig:
         """Every number must be one that a forward pass can index with."""
         if self.ways < 1 or len(self.groups) != self.num_layers:
             raise IncompatibleUnitedExpertsError(
-                f"{where}: ways {self.ways} and groups for {len(self.groups)} layers do not fit {self.num_layers} layers"
+                f"{where}: ways {self.ways} and groups for {len(self.groups)} layers do not fit "
+                f"{self.num_layers} layers"
             )
         for layer, groups in enumerate(self.groups):
             if len(groups) != self.num_experts or set(groups) != set(range(max(groups, default=-1) + 1)):
                 raise IncompatibleUnitedExpertsError(
-                    f"{where}: the groups of layer {layer} must give each of {self.num_experts} experts a united expert "
-                    "counted from 0 without gaps"
+                    f"{where}: the groups of layer {layer} must give each of {self.num_experts} experts a united "
+                    "expert counted from 0 without gaps"
                 )
 
 
@@ -353,7 +354,8 @@ def _check_fits(runtime: MoERuntime, united: UnitedExperts, check_base: bool) ->
         if mine is not None and not _same_model(mine, config.fingerprint):
             raise IncompatibleUnitedExpertsError(
                 f"united experts made from {config.base_model or 'an unnamed model'} have the right shape, but this "
-                "model's expert weights are others: they belong to another model (check_base=False attaches them anyway)"
+                "model's expert weights are others: they belong to another model (check_base=False attaches them "
+                "anyway)"
             )
 
 

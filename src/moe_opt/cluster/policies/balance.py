@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_opt.cluster.policies.base import Policy, in_arrival_order
 from moe_opt.cluster.policies.projection import Floats, Ints, Projection
-from moe_opt.cluster.policies.subsets import AdmissionScore, best_single, best_subset
+from moe_opt.cluster.policies.subsets import AdmissionScore, Choice, best_single, best_subset
 from moe_opt.cluster.predictors import Predictor, make_predictor
 from moe_opt.cluster.predictors.tracker import RemainingTracker
 from moe_opt.cluster.state import Assignment, Request, Worker
@@ -30,7 +30,7 @@ class BalanceSettings:
     beta: float | None = None
     candidates: int = 8  # R, the oldest waiting requests that Stage 2 considers
     subset_size: int = 4  # most requests admitted to one worker at a time
-    pool_bound: int | None = None  # Stage 1 runs while more slots than this are free
+    pool_bound: int | None = None
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -38,14 +38,19 @@ class BalanceSettings:
             ("candidates", self.candidates, 1),
             ("subset_size", self.subset_size, 1),
             ("pool_bound", self.pool_bound, 0),
-            ("alpha", self.alpha, 0),
             ("beta", self.beta, 0),
             ("gamma", self.gamma, 0),
         ):
             if value is not None and not value >= least:
                 raise ConfigError(f"{name} must be {least} or more, got {value!r}")
+        if not self.alpha > 0:
+            raise ConfigError(f"alpha must be above 0, got {self.alpha!r}")
         if self.gamma > 1:
             raise ConfigError(f"gamma must be at most 1, got {self.gamma!r}")
+
+    def pool_bound_of(self, num_workers: int) -> int:
+        """Stage 1 runs while more slots than this are free."""
+        return num_workers if self.pool_bound is None else self.pool_bound
 
 
 class Band:
@@ -68,98 +73,76 @@ EVERYWHERE = Band()
 class BalanceTick:
     """One scheduling round over a queue in arrival order (Algorithms 2 and 3)."""
 
-    def __init__(
-        self,
-        queue: Sequence[Request],
-        fleet: Projection,
-        settings: BalanceSettings,
-        tracker: RemainingTracker | None = None,
-        band: Band = EVERYWHERE,
-    ):
+    def __init__(self, queue: Sequence[Request], fleet: Projection, settings: BalanceSettings, band: Band = EVERYWHERE):
         count = len(fleet.workers)
         self._queue = queue
         self._fleet = fleet
-        self._tracker = tracker
         self._band = band
         self._alpha = settings.alpha
         self._beta = float(count) if settings.beta is None else settings.beta
-        self._pool_bound = count if settings.pool_bound is None else settings.pool_bound
+        self._pool_bound = settings.pool_bound_of(count)
         self._candidates = settings.candidates
         self._subset_size = settings.subset_size
         self._weights: Floats = settings.gamma**fleet.steps_ahead
-        self._tokens: Ints = np.array([request.prompt_tokens for request in queue], dtype=np.int64)
+        self._tokens: Floats = np.array([request.prompt_tokens for request in queue], dtype=np.float64)
         self._pending: Ints = np.arange(len(queue))  # queue positions that still wait, oldest first
-        self._skipped = np.zeros(count, dtype=bool)  # workers that can take nothing of what waits
-        self._assignments: list[Assignment] = []
+        self._places: Ints = np.arange(len(queue))
+        self._slots: Ints = fleet.free.copy()  # of the workers that can still take some of what waits
 
     def run(self) -> list[Assignment]:
         """Stage 1 while slots abound, then Stage 2."""
-        free = self._fleet.free
-        while self._pending.size and int(free.sum()) > self._pool_bound:
-            worker = self._next_worker()
-            if worker is None:
-                break
-            places = self._eligible(worker)
-            if places.size:
-                chosen = best_single(self._tokens[self._pending[places]], self._score(worker)).positions
-                self._admit(worker, places[list(chosen)])
-            else:
-                self._skipped[worker] = True
+        assignments: list[Assignment] = []
         while self._pending.size:
             worker = self._next_worker()
             if worker is None:
                 break
-            places = self._eligible(worker, self._candidates)
-            if places.size:
-                self._admit(worker, places[self._choose_subset(worker, places)])
-            else:
-                self._skipped[worker] = True
-        return self._assignments
+            abundant = int(self._slots.sum()) > self._pool_bound
+            places = self._eligible(worker, None if abundant else self._candidates)
+            if not places.size:
+                self._slots[worker] = 0
+                continue
+            loads = self._tokens[self._pending[places]]
+            score = AdmissionScore(self._fleet.margins(worker), self._weights, self._alpha, self._beta)
+            choice = best_single(loads, score) if abundant else self._best_subset(worker, loads, score)
+            worker_id = self._fleet.workers[worker].id
+            for request in self._admit(worker, [int(places[index]) for index in choice.positions]):
+                assignments.append(Assignment(request.id, worker_id))
+        return assignments
 
     def _next_worker(self) -> int | None:
         """Head of the priority queue: most free slots, then largest margin, then first in order."""
-        free = np.where(self._skipped, 0, self._fleet.free)
-        most = int(free.max(initial=0))
+        most = self._slots.max()
         if most == 0:
             return None
-        first = np.flatnonzero(free == most)
-        if len(first) == 1:
-            return int(first[0])
-        return int(first[self._fleet.smallest_margins(first).argmax()])
+        return int(np.where(self._slots == most, self._fleet.smallest_margins, -1.0).argmax())
 
-    def _eligible(self, worker: int, at_most: int | None = None) -> Ints:
+    def _eligible(self, worker: int, at_most: int | None) -> Ints:
         """Places in ``pending`` of the oldest requests that ``worker`` may take."""
         if not (self._fleet.has_limits or self._band.restricts):
-            return np.arange(len(self._pending) if at_most is None else min(at_most, len(self._pending)))
+            return self._places[: self._pending.size][:at_most]
         allowed = self._tokens[self._pending] <= self._fleet.room[worker]
         if self._band.restricts:
             allowed &= self._band.members(worker, self._pending)
         return np.flatnonzero(allowed)[:at_most]
 
-    def _score(self, worker: int) -> AdmissionScore:
-        return AdmissionScore(self._fleet.margins(worker), self._weights, self._alpha, self._beta)
-
-    def _choose_subset(self, worker: int, places: Ints) -> list[int]:
-        loads = self._tokens[self._pending[places]]
-        score = self._score(worker)
+    def _best_subset(self, worker: int, loads: Floats, score: AdmissionScore) -> Choice:
         size = min(self._subset_size, int(self._fleet.free[worker]))
         best = best_subset(loads, score, size, float(self._fleet.room[worker]))
         if best is None or best.score <= 0:
-            best = best_single(loads, score)  # so that nothing starves
-        return list(best.positions)
+            return best_single(loads, score)  # so that nothing starves
+        return best
 
-    def _admit(self, worker: int, places: Ints) -> None:
-        positions = self._pending[places]
+    def _admit(self, worker: int, places: list[int]) -> list[Request]:
+        positions = [int(self._pending[place]) for place in places]
         requests = [self._queue[position] for position in positions]
-        steps = None if self._tracker is None else self._tracker.admit(requests)
-        self._fleet.admit(worker, self._tokens[positions], steps)
-        worker_id = self._fleet.workers[worker].id
-        self._assignments.extend(Assignment(request.id, worker_id) for request in requests)
-        last = int(places[-1]) + 1
-        head = np.delete(self._pending[:last], places)
-        self._pending = np.concatenate((head, self._pending[last:]))
+        self._fleet.admit(worker, requests, positions)
+        self._slots[worker] = self._fleet.free[worker]
+        for place in reversed(places):
+            self._pending[1 : place + 1] = self._pending[:place]
+            self._pending = self._pending[1:]
         if self._band.restricts and self._band.update(worker, self._fleet):
-            self._skipped[:] = False
+            self._slots[:] = self._fleet.free
+        return requests
 
 
 class BalanceRouteHPolicy(Policy):
@@ -188,11 +171,15 @@ class BalanceRouteHPolicy(Policy):
         self._tracker = None if self.predictor is None else RemainingTracker(self.predictor, horizon, refresh_every)
 
     def assign(self, waiting: Sequence[Request], workers: Sequence[Worker], now: float) -> list[Assignment]:
-        if not waiting or not any(worker.free_slots for worker in workers):
+        slots = sum(worker.free_slots for worker in workers)
+        if not waiting or not slots:
             return []
-        fleet = Projection(workers, self._settings.horizon, self._tracker)
         queue = in_arrival_order(waiting, workers)
-        return BalanceTick(queue, fleet, self._settings, self._tracker, self._band(queue, fleet)).run()
+        # Stage 2 admits nothing behind the first `slots + candidates`; Stage 1 may admit anyone.
+        abundant = slots > self._settings.pool_bound_of(len(workers))
+        newcomers = queue if abundant else queue[: slots + self._settings.candidates]
+        fleet = Projection(workers, self._settings.horizon, self._tracker, newcomers)
+        return BalanceTick(queue, fleet, self._settings, self._band(queue, fleet)).run()
 
     def observe_finished(self, request: Request, generated: int) -> None:
         if self.predictor is not None:
@@ -244,11 +231,11 @@ class BalanceRoute0Policy(Policy):
         for request in queue:
             able = np.flatnonzero((fleet.free > 0) & (fleet.room >= request.prompt_tokens))
             if able.size:
-                margins = fleet.smallest_margins(able)
+                margins = fleet.smallest_margins[able]
                 overflow = np.maximum(request.prompt_tokens - margins, 0.0)
                 # F = D - K * overflow; among workers that are equal in F, the lightest.
                 chosen = int(able[np.lexsort((-margins, overflow))[0]])
-                fleet.admit(chosen, np.array([request.prompt_tokens]))
+                fleet.admit(chosen, [request], [0])
                 assignments.append(Assignment(request.id, fleet.workers[chosen].id))
         return assignments
 

@@ -17,11 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 # Below this many subsets a table of all of them is faster than the bit-set (0.1 ms against 0.3 ms at the
 # limit).
 ENUMERATION_LIMIT = 8192
+
+# Slopes within this share of the gain are zero: the discounts are summed in another order on either side.
+ROUNDING = 1e-12
 
 
 class AdmissionScore:
@@ -31,22 +33,23 @@ class AdmissionScore:
     __slots__ = ("_beta", "_gain", "_margins", "_weights", "flat_until", "peak")
 
     def __init__(self, margins: Floats, weights: Floats, alpha: float, beta: float):
-        """``margins`` [H + 1] in tokens; ``weights`` [H + 1] are gamma^h, all positive or 0, the first one
-        positive."""
+        """``margins`` [H + 1] in tokens; ``weights`` [H + 1] are gamma^h, of which the first is 1; alpha >
+        0."""
         self._margins = margins
         self._weights = weights
         self._beta = beta
+        self._gain = gain = alpha * float(weights.sum())
         order = margins.argsort()
-        penalty = weights[order].cumsum()
-        penalty *= beta
-        self._gain = alpha * float(weights.sum())
+        penalty = weights[order].cumsum() * beta
         # Behind the i-th smallest margin the slope is gain - penalty[i].
-        first_not_rising = int(penalty.searchsorted(self._gain * (1 - 1e-12)))
-        first_falling = int(penalty.searchsorted(self._gain * (1 + 1e-12), side="right"))
-        self.peak = float(margins[order[first_not_rising]]) if first_not_rising < len(margins) else inf
+        first = int(penalty.searchsorted(gain * (1 - ROUNDING)))
+        self.peak = float(margins[order[first]]) if first < len(margins) else inf
         """The smallest load of highest score; infinite where overflow never costs more than it brings."""
-        self.flat_until = float(margins[order[first_falling]]) if first_falling < len(margins) else inf
-        """The largest load of highest score; equal to ``peak`` unless the slope between is zero."""
+        self.flat_until = self.peak
+        """The largest load of highest score: beyond ``peak`` only if the slope behind it is zero."""
+        if first < len(margins) and penalty[first] <= gain * (1 + ROUNDING):
+            first = int(penalty.searchsorted(gain * (1 + ROUNDING), side="right"))
+            self.flat_until = float(margins[order[first]]) if first < len(margins) else inf
 
     def __call__(self, load: float) -> float:
         overflow = np.maximum(load - self._margins, 0.0)
@@ -60,36 +63,38 @@ class Choice(NamedTuple):
     score: float
 
 
-def best_single(loads: Ints, score: AdmissionScore) -> Choice:
+def best_single(loads: Floats, score: AdmissionScore) -> Choice:
     """The one candidate of highest score; among equals the first. ``loads`` [n] in tokens, n > 0."""
-    at_peak = (loads >= score.peak) & (loads <= score.flat_until)
-    if at_peak.any():
-        position = int(at_peak.argmax())
-        return Choice((position,), score(float(loads[position])))
-    below = np.where(loads <= score.peak, loads, -1)
-    left = int(below.argmax())
-    above = np.where(loads > score.peak, loads, np.iinfo(np.int64).max)
-    right = int(above.argmin())
-    choices = [
-        Choice((position,), score(float(loads[position])))
-        for position in sorted({left, right})
-        if (position == left and below[left] >= 0) or (position == right and loads[right] > score.peak)
-    ]
-    return max(choices, key=lambda choice: choice.score)  # max keeps the first of equals
+    if score.flat_until > score.peak:
+        optimal = (loads >= score.peak) & (loads <= score.flat_until)
+        if optimal.any():
+            best = int(optimal.argmax())
+            return Choice((best,), score(float(loads[best])))
+    up_to_peak = np.where(loads <= score.peak, loads, -1.0)
+    best = int(up_to_peak.argmax())
+    if up_to_peak[best] < 0:
+        best = int(loads.argmin())
+    elif up_to_peak[best] < score.peak < inf:
+        behind = np.where(loads > score.peak, loads, inf)
+        right = int(behind.argmin())
+        if behind[right] < inf:
+            gain = score(float(loads[right])) - score(float(loads[best]))
+            if gain > 0 or (gain == 0 and right < best):
+                best = right
+    return Choice((best,), score(float(loads[best])))
 
 
-def best_subset(loads: Ints, score: AdmissionScore, max_size: int, room: float = inf) -> Choice | None:
+def best_subset(loads: Floats, score: AdmissionScore, max_size: int, room: float = inf) -> Choice | None:
     """The subset of 1 to ``max_size`` candidates, of load at most ``room``, with the highest score.
 
     ``loads`` [R] in tokens, 0 or more. Exact. None if not even one candidate fits into ``room``.
     """
-    max_size = min(max_size, len(loads))
-    if sum(comb(len(loads), size) for size in range(1, max_size + 1)) <= ENUMERATION_LIMIT:
+    if _count_subsets(len(loads), max_size) <= ENUMERATION_LIMIT:
         return best_subset_enumerated(loads, score, max_size, room)
     return best_subset_bitset(loads, score, max_size, room)
 
 
-def best_subset_enumerated(loads: Ints, score: AdmissionScore, max_size: int, room: float = inf) -> Choice | None:
+def best_subset_enumerated(loads: Floats, score: AdmissionScore, max_size: int, room: float = inf) -> Choice | None:
     """`best_subset` over a table of all subsets: one matrix-vector product, two probes."""
     subsets, members = _subsets(len(loads), min(max_size, len(loads)))
     sums = members @ loads
@@ -109,6 +114,11 @@ def best_subset_enumerated(loads: Ints, score: AdmissionScore, max_size: int, ro
 
 
 @lru_cache(maxsize=256)
+def _count_subsets(count: int, max_size: int) -> int:
+    return sum(comb(count, size) for size in range(1, min(count, max_size) + 1))
+
+
+@lru_cache(maxsize=256)
 def _subsets(count: int, max_size: int) -> tuple[list[tuple[int, ...]], Floats]:
     """All subsets of ``range(count)`` of 1 to ``max_size`` members, and their membership matrix [subsets,
     count]."""
@@ -119,7 +129,7 @@ def _subsets(count: int, max_size: int) -> tuple[list[tuple[int, ...]], Floats]:
     return subsets, members
 
 
-def best_subset_bitset(loads: Ints, score: AdmissionScore, max_size: int, room: float = inf) -> Choice | None:
+def best_subset_bitset(loads: Floats, score: AdmissionScore, max_size: int, room: float = inf) -> Choice | None:
     """`best_subset` by the paper's bit-set (D.4): bit d of reach[k] is set if k candidates have load d
     together.
 
@@ -127,7 +137,8 @@ def best_subset_bitset(loads: Ints, score: AdmissionScore, max_size: int, room: 
     loads in tokens but not with the number of subsets.
     """
     tokens = [int(load) for load in loads]
-    # No optimum lies further behind the peak than one request: leave one member out and it would be at most the peak.
+    # No optimum lies further behind the peak than one request: leave one member out and it would be at most
+    # the peak.
     limit = min(room, score.peak + max(tokens, default=0), sum(tokens))
     if not tokens or limit < 0 or max_size < 1:
         return None

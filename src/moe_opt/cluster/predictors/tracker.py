@@ -25,7 +25,7 @@ FLOOR = 1.0
 def composite(prediction: Prediction, horizon: int, gate: float) -> Floats:
     """Eq. 6: c = p * mu + (1 - p) * H, at least the floor; `OUTLIVES` where p is below the gate."""
     p, mu = prediction
-    expected = np.clip(p * mu + (1.0 - p) * horizon, FLOOR, max(float(horizon), FLOOR))
+    expected = np.maximum(np.minimum(p * mu + (1.0 - p) * horizon, horizon), FLOOR)
     return np.where((p >= gate) & (expected >= FLOOR), expected, OUTLIVES)  # NaN is not believed either
 
 
@@ -49,32 +49,57 @@ class RemainingTracker:
         self._prompt_tokens = np.empty(0, dtype=np.int64)
         self._prompt_hash: list[Hashable | None] = []
 
-    def admit(self, requests: Sequence[Request]) -> Floats:
-        """Start tracking requests that are being dispatched: their estimates before the first token."""
-        rows = [self._row_of(request.id) for request in requests]
-        for row, request in zip(rows, requests, strict=True):
+    def steps(
+        self,
+        ids: Sequence[Hashable],
+        kv_tokens: Ints,
+        generated: Ints,
+        newcomers: Sequence[Request] = (),
+    ) -> Floats:
+        """c of each running request and of each newcomer, in decode steps; `OUTLIVES` beyond the window.
+
+        One batch serves all that are due. A running request that was not admitted here (after a restart of
+        the router) has the prompt that its KV tokens tell, and no prompt hash.
+        """
+        rows = self._rows_of(ids, kv_tokens, generated)
+        if len(self._row) > 2 * len(ids) + 1024:
+            self._keep_only(ids)
+        elapsed = generated - self._age[rows]
+        steps = self._estimate[rows] - elapsed
+        due = np.flatnonzero(
+            (elapsed >= self._refresh_every)
+            | (steps <= FLOOR) & (elapsed > 0)  # ran out
+            | (elapsed < 0)
+            | np.isnan(steps)
+        )
+        result = np.concatenate((steps, np.empty(len(newcomers))))
+        if len(due) or newcomers:
+            stale = rows[due]
+            ages = generated[due]
+            queries = Queries(
+                np.concatenate((ages, np.zeros(len(newcomers), dtype=np.int64))),
+                np.concatenate(
+                    (
+                        self._prompt_tokens[stale],
+                        np.array([request.prompt_tokens for request in newcomers], dtype=np.int64),
+                    )
+                ),
+                [self._prompt_hash[row] for row in stale.tolist()] + [request.prompt_hash for request in newcomers],
+            )
+            predicted = composite(self.predictor.predict(queries, self._horizon), self._horizon, self._gate)
+            result[due] = self._estimate[stale] = predicted[: len(due)]
+            result[len(steps) :] = predicted[len(due) :]
+            self._age[stale] = ages
+        return np.maximum(result, FLOOR)
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Requests that are being dispatched: remember their prompts; the first `steps` with them
+        predicts."""
+        for request in requests:
+            row = self._row_of(request.id)
             self._estimate[row] = np.nan
             self._prompt_tokens[row] = request.prompt_tokens
             self._prompt_hash[row] = request.prompt_hash
-        return self._steps(np.array(rows, dtype=np.int64), np.zeros(len(rows), dtype=np.int64))
-
-    def steps(self, ids: Sequence[Hashable], kv_tokens: Ints, generated: Ints) -> Floats:
-        """c of each running request in decode steps, `OUTLIVES` for those that stay beyond the window.
-
-        A request that was not admitted here (after a restart of the router) has the prompt that its KV
-        tokens tell.
-        """
-        known = self._row
-        rows = np.array([known.get(key, -1) for key in ids], dtype=np.int64)
-        if rows.size and rows.min() < 0:
-            for position in np.flatnonzero(rows < 0).tolist():
-                rows[position] = row = self._row_of(ids[position])
-                self._estimate[row] = np.nan
-                self._prompt_tokens[row] = max(0, kv_tokens[position] - generated[position])
-                self._prompt_hash[row] = None
-        if len(known) > 2 * len(ids) + 1024:
-            self._keep_only(ids)
-        return self._steps(rows, generated)
 
     def forget(self, request_id: Hashable) -> None:
         """Stop tracking a request; unknown ids are ignored."""
@@ -82,19 +107,17 @@ class RemainingTracker:
         if row is not None:
             self._free.append(row)
 
-    def _steps(self, rows: Ints, generated: Ints) -> Floats:
-        elapsed = generated - self._age[rows]
-        steps = self._estimate[rows] - elapsed
-        ran_out = (steps <= FLOOR) & (elapsed > 0)
-        due = ran_out | (elapsed >= self._refresh_every) | (elapsed < 0) | np.isnan(steps)
-        if due.any():
-            stale = rows[due]
-            ages = generated[due]
-            hashes = [self._prompt_hash[row] for row in stale]
-            prediction = self.predictor.predict(Queries(ages, self._prompt_tokens[stale], hashes), self._horizon)
-            steps[due] = self._estimate[stale] = composite(prediction, self._horizon, self._gate)
-            self._age[stale] = ages
-        return np.maximum(steps, FLOOR)
+    def _rows_of(self, ids: Sequence[Hashable], kv_tokens: Ints, generated: Ints) -> Ints:
+        try:
+            return np.fromiter(map(self._row.__getitem__, ids), np.int64, len(ids))
+        except KeyError:  # some are new here
+            unknown = [position for position, key in enumerate(ids) if key not in self._row]
+        rows = [self._row_of(ids[position]) for position in unknown]
+        self._estimate[rows] = np.nan
+        self._prompt_tokens[rows] = np.maximum(kv_tokens[unknown] - generated[unknown], 0)
+        for row in rows:
+            self._prompt_hash[row] = None
+        return self._rows_of(ids, kv_tokens, generated)
 
     def _row_of(self, request_id: Hashable) -> int:
         row = self._row.get(request_id)

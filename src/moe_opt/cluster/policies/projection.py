@@ -96,7 +96,7 @@ class Projection:
         shape = (len(workers), columns)
         count = np.bincount(cell, minlength=len(workers) * columns).reshape(shape)
         total = np.bincount(cell, weights=tokens, minlength=len(workers) * columns).reshape(shape)
-        loads = total[:, :0:-1].cumsum(axis=1)[:, ::-1]
+        loads = total[:, :0:-1].cumsum(axis=1, dtype=np.float64)[:, ::-1]
         loads += count[:, :0:-1].cumsum(axis=1)[:, ::-1] * self.steps_ahead
         loads += np.array([worker.reserved_tokens for worker in workers], dtype=np.float64)[:, None]
         return loads

@@ -9,6 +9,7 @@ from moe_opt.cluster.predictors.base import (
     Queries,
     make_predictor,
 )
+from moe_opt.cluster.predictors.scoring import PredictorScore, roc_auc, score_predictor
 from moe_opt.cluster.predictors.survival import (
     ExactMatchPredictor,
     LengthBucketPredictor,
@@ -23,7 +24,10 @@ __all__ = [
     "LengthHistory",
     "Prediction",
     "Predictor",
+    "PredictorScore",
     "Queries",
     "SurvivalPredictor",
     "make_predictor",
+    "roc_auc",
+    "score_predictor",
 ]

@@ -196,7 +196,6 @@ class BalanceRoute0Policy(Policy):
 
     def __init__(
         self,
-        seed: int = 0,
         candidates: int = 8,
         subset_size: int = 4,
         pool_bound: int | None = None,

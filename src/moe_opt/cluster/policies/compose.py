@@ -88,14 +88,13 @@ class EldrBalanceRoute0Policy(BalanceRoute0Policy):
 
     def __init__(
         self,
-        seed: int = 0,
         signature_model: SignatureModel | None = None,
         tau: float = 0.1,
         candidates: int = 8,
         subset_size: int = 4,
         pool_bound: int | None = None,
     ):
-        super().__init__(seed, candidates, subset_size, pool_bound)
+        super().__init__(candidates, subset_size, pool_bound)
         self.eldr = EldrPolicy(signature_model=signature_model, tau=tau)
         self._cache = SimilarityCache(self.eldr)
 

@@ -44,8 +44,8 @@ def policy_names() -> list[str]:
 def make_policy(name: str, **options: Any) -> Policy:
     """The policy called ``name``, for example ``make_policy("br-h", predictor="survival", horizon=48)``.
 
-    All randomness comes from ``seed``. A name or an option that does not exist is a `ConfigError` that lists
-    the choices.
+    All randomness comes from ``seed``, which every policy takes and those without randomness ignore. A name
+    or an option that does not exist is a `ConfigError` that lists the choices.
     """
     if name in _registered:
         policy = _registered[name]
@@ -54,11 +54,13 @@ def make_policy(name: str, **options: Any) -> Policy:
         policy = getattr(importlib.import_module(module), attribute)
     else:
         raise ConfigError(f"unknown routing policy {name!r}; choose one of: {', '.join(policy_names())}")
-    accepted = [parameter for parameter in inspect.signature(policy).parameters if parameter != "self"]
-    unknown = sorted(set(options) - set(accepted))
+    parameters = inspect.signature(policy).parameters
+    unknown = sorted(set(options) - set(parameters) - {"seed"})
     if unknown:
         raise ConfigError(
             f"routing policy {name!r} has no option {', '.join(map(repr, unknown))}; "
-            f"it takes: {', '.join(accepted) or 'none'}"
+            f"it takes: {', '.join(sorted({'seed', *parameters}))}"
         )
+    if "seed" not in parameters:
+        options.pop("seed", None)
     return policy(**options)

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import rankdata
 
 from moe_opt.cluster.predictors.base import Floats, Predictor, Queries
 from moe_opt.cluster.state import Request
@@ -66,5 +65,7 @@ def roc_auc(labels: NDArray[np.bool_], scores: Floats) -> float:
     negatives = len(labels) - positives
     if not positives or not negatives:
         return float("nan")
-    rank_sum = float(rankdata(scores)[labels].sum())
+    _, level, count = np.unique(scores, return_inverse=True, return_counts=True)
+    mean_rank = np.cumsum(count) - (count - 1) / 2
+    rank_sum = float(mean_rank[level][labels].sum())
     return (rank_sum - positives * (positives + 1) / 2) / (positives * negatives)

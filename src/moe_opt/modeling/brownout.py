@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from moe_opt.errors import ConfigError
@@ -178,8 +179,9 @@ def delegate_per_group(
     exact: torch.Tensor | None = None,
     keep: str = "count",
     error_per_expert: torch.Tensor | None = None,
-) -> Delegation:
-    """Apply Algorithm 1 to one layer's assignments.
+) -> Delegation | None:
+    """Apply Algorithm 1 to one layer's assignments. Returns None where the plan is known to save nothing, which only
+    host memory can tell without a sync; the caller then runs the layer as the router chose.
 
     Args:
         ids: int64 [T, k], the router's experts. weights: [T, k], their gate weights.
@@ -188,6 +190,10 @@ def delegate_per_group(
         keep: "count" (the paper), "mass" (gate mass) or "error" (gate mass squared times `error_per_expert`).
         error_per_expert: float [E], mean squared output error of the united expert that would stand in.
     """
+    if ids.device.type == "cpu" and isinstance(threshold, float) and not torch.compiler.is_compiling():
+        return _delegate_on_cpu(
+            ids, weights, threshold, group_of_expert, strategy, valid, exact, keep, error_per_expert
+        )
     num_experts = group_of_expert.shape[0]
     browned = valid
     pinned = None
@@ -197,18 +203,70 @@ def delegate_per_group(
     counts = tokens_per_expert(ids, num_experts, browned)
     priority = None
     if keep != "count":
-        mass = weights.float() if browned is None else weights.float() * browned.unsqueeze(1)
-        if keep == "error":
-            mass = mass.square()
-        priority = torch.zeros(num_experts, device=ids.device).scatter_add_(0, ids.reshape(-1), mass.reshape(-1))
-        if keep == "error" and error_per_expert is not None:
-            priority = priority * error_per_expert
+        priority = _keep_priority(ids, weights, browned, num_experts, keep, error_per_expert)
     plan = plan_brownout(counts, threshold, group_of_expert, strategy, pinned=pinned, priority=priority)
     slots = plan.slot_of_expert[ids]
     if exact is not None:
         slots = torch.where(exact.unsqueeze(1), ids, slots)
     if valid is not None:
         slots = torch.where(valid.unsqueeze(1), slots, -1)
+    return merge_duplicates(slots, weights)
+
+
+def _keep_priority(
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    browned: torch.Tensor | None,
+    num_experts: int,
+    keep: str,
+    error_per_expert: torch.Tensor | None,
+) -> torch.Tensor:
+    """float [E]: gate mass of each expert, or the predicted squared output error of delegating it."""
+    mass = weights.float() if browned is None else weights.float() * browned.unsqueeze(1)
+    if keep == "error":
+        mass = mass.square()
+    priority = torch.zeros(num_experts, device=ids.device).scatter_add_(0, ids.reshape(-1), mass.reshape(-1))
+    if keep == "error" and error_per_expert is not None:
+        priority = priority * error_per_expert
+    return priority
+
+
+def _delegate_on_cpu(
+    ids: torch.Tensor,
+    weights: torch.Tensor,
+    threshold: float,
+    group_of_expert: torch.Tensor,
+    strategy: str,
+    valid: torch.Tensor | None,
+    exact: torch.Tensor | None,
+    keep: str,
+    error_per_expert: torch.Tensor | None,
+) -> Delegation | None:
+    """`delegate_per_group` in host memory; None where the plan saves nothing."""
+    from moe_opt.modeling.brownout_cpu import plan_brownout_cpu
+
+    num_experts = group_of_expert.shape[0]
+    browned = valid
+    pinned = None
+    if exact is not None:
+        browned = ~exact if valid is None else valid & ~exact
+        exact_ids = ids[exact if valid is None else exact & valid].numpy().reshape(-1)
+        pinned = np.bincount(exact_ids, minlength=num_experts) > 0
+    browned_ids = (ids if browned is None else ids[browned]).numpy().reshape(-1)
+    counts = np.bincount(browned_ids, minlength=num_experts)
+    priority = None
+    if keep != "count":
+        priority = _keep_priority(ids, weights, browned, num_experts, keep, error_per_expert).detach().numpy()
+    plan = plan_brownout_cpu(counts, threshold, group_of_expert.numpy(), strategy, pinned=pinned, priority=priority)
+    if plan is None:
+        return None
+    slots = torch.from_numpy(plan)[ids]
+    if exact is not None:
+        slots = torch.where(exact.unsqueeze(1), ids, slots)
+    if valid is not None:
+        slots = torch.where(valid.unsqueeze(1), slots, -1)
+    if ids.shape[1] == 1 or strategy == "full":  # nothing can be computed twice
+        return Delegation(slots, weights.masked_fill(slots < 0, 0))
     return merge_duplicates(slots, weights)
 
 

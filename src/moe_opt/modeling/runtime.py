@@ -289,8 +289,8 @@ class MoERuntime:
         for settings in new.values():
             if settings.active and settings.strategy == "partial" and self.united_config is None:
                 raise ConfigError(
-                    "strategy 'partial' delegates to united experts and none are attached: attach_united_experts(model, "
-                    "united), or choose 'full', 'reroute' or 'top-k'"
+                    "strategy 'partial' delegates to united experts and none are attached: "
+                    "attach_united_experts(model, united), or choose 'full', 'reroute' or 'top-k'"
                 )
         self._settings.update(new)
         for (name, _), tensor in self._threshold_tensors.items():
@@ -467,6 +467,8 @@ class MoERuntime:
         if settings is None:
             return stock_function(module, self.kernel)(module, hidden, ids, weights)
         delegation = self._delegate(index, settings, context, module, ids, weights)
+        if delegation is None:
+            return stock_function(module, self.kernel)(module, hidden, ids, weights)
         if stats is not None:
             stats._computed[index] = delegation.ids
         return self._run_delegated(index, module, hidden, delegation)
@@ -479,7 +481,7 @@ class MoERuntime:
         module: nn.Module,
         ids: torch.Tensor,
         weights: torch.Tensor,
-    ) -> Delegation:
+    ) -> Delegation | None:
         tokens = ids.shape[0]
         ids = ids.to(torch.int64)
         phase = context.phase if context is not None else "prefill"

@@ -271,9 +271,9 @@ class TestLearned:
         pytest.importorskip("sklearn")
         from moe_opt.cluster.predictors.learned import LearnedPredictor
 
-        learned = LearnedPredictor(min_outputs=100, refit_every=100, trees=40)
+        learned = LearnedPredictor(min_outputs=500, refit_every=500, trees=20)
         ask(learned, 0, horizon=48)  # tells the horizon
-        for request, generated in self.finished(100, 0):
+        for request, generated in self.finished(500, 0):
             learned.observe(request, generated)
         [(p_long, _)] = ask(learned, 0, horizon=48, prompt=2000)
         [(p_short, _)] = ask(learned, 0, horizon=48, prompt=100)

@@ -45,6 +45,25 @@ def check_counts(
     return floats
 
 
+def count_experts(experts: ArrayLike, num_experts: int) -> NDArray[np.int64]:
+    """Counts int64 `[L, E]` from the experts int `[T, L, k]` of each token, as engines report them; -1 is none.
+
+    Raises:
+        ConfigError: another shape, or an expert that does not exist.
+    """
+    chosen = np.asarray(experts)
+    if chosen.ndim != 3 or not np.issubdtype(chosen.dtype, np.integer):
+        raise ConfigError(
+            f"experts must be whole numbers [tokens, layers, k], got {chosen.dtype} {list(chosen.shape)}"
+        )
+    if chosen.size and not (chosen.min() >= -1 and chosen.max() < num_experts):
+        raise ConfigError(f"experts must lie in 0 ... {num_experts - 1} (or be -1 for none)")
+    layer = np.arange(chosen.shape[1])[None, :, None]
+    cells = layer * (num_experts + 1) + chosen.astype(np.int64) + 1  # column 0 takes the -1
+    counts = np.bincount(cells.ravel(), minlength=chosen.shape[1] * (num_experts + 1))
+    return counts.reshape(chosen.shape[1], num_experts + 1)[:, 1:]
+
+
 def idf(counts: Floats) -> Floats:
     """w(l, e) = log((|C| + 1) / (df(l, e) + 1)) `[L, E]` of calibration counts `[N, L, E]` (ELDR, step 2).
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from moe_opt.cluster.policies.base import Policy, in_arrival_order
 from moe_opt.cluster.policies.projection import Floats, Ints, Projection
-from moe_opt.cluster.policies.subsets import AdmissionScore, Choice, best_single, best_subset
+from moe_opt.cluster.policies.subsets import AdmissionScore, best_single, best_subset
 from moe_opt.cluster.predictors import Predictor, make_predictor
 from moe_opt.cluster.predictors.tracker import RemainingTracker
 from moe_opt.cluster.state import Assignment, Request, Worker
@@ -78,12 +78,12 @@ class BalanceTick:
         self._queue = queue
         self._fleet = fleet
         self._band = band
-        self._alpha = settings.alpha
         self._beta = float(count) if settings.beta is None else settings.beta
         self._pool_bound = settings.pool_bound_of(count)
         self._candidates = settings.candidates
         self._subset_size = settings.subset_size
         self._weights: Floats = settings.gamma**fleet.steps_ahead
+        self._gain = settings.alpha * float(self._weights.sum())
         self._tokens: Floats = np.array([request.prompt_tokens for request in queue], dtype=np.float64)
         self._pending: Ints = np.arange(len(queue))  # queue positions that still wait, oldest first
         self._places: Ints = np.arange(len(queue))
@@ -96,22 +96,21 @@ class BalanceTick:
             worker = self._next_worker()
             if worker is None:
                 break
-            abundant = int(self._slots.sum()) > self._pool_bound
+            abundant = np.add.reduce(self._slots) > self._pool_bound
             places = self._eligible(worker, None if abundant else self._candidates)
             if not places.size:
                 self._slots[worker] = 0
                 continue
-            loads = self._tokens[self._pending[places]]
-            score = AdmissionScore(self._fleet.margins(worker), self._weights, self._alpha, self._beta)
-            choice = best_single(loads, score) if abundant else self._best_subset(worker, loads, score)
+            size = 1 if abundant else min(self._subset_size, int(self._slots[worker]))
+            chosen = self._choose(worker, self._tokens[self._pending[places]], size)
             worker_id = self._fleet.workers[worker].id
-            for request in self._admit(worker, [int(places[index]) for index in choice.positions]):
+            for request in self._admit(worker, [int(places[index]) for index in chosen]):
                 assignments.append(Assignment(request.id, worker_id))
         return assignments
 
     def _next_worker(self) -> int | None:
         """Head of the priority queue: most free slots, then largest margin, then first in order."""
-        most = self._slots.max()
+        most = np.maximum.reduce(self._slots)
         if most == 0:
             return None
         return int(np.where(self._slots == most, self._fleet.smallest_margins, -1.0).argmax())
@@ -125,12 +124,15 @@ class BalanceTick:
             allowed &= self._band.members(worker, self._pending)
         return np.flatnonzero(allowed)[:at_most]
 
-    def _best_subset(self, worker: int, loads: Floats, score: AdmissionScore) -> Choice:
-        size = min(self._subset_size, int(self._fleet.free[worker]))
-        best = best_subset(loads, score, size, float(self._fleet.room[worker]))
-        if best is None or best.score <= 0:
-            return best_single(loads, score)  # so that nothing starves
-        return best
+    def _choose(self, worker: int, loads: Floats, size: int) -> Sequence[int]:
+        """Which of the candidates ``worker`` takes now: up to ``size``, at least one so that nothing
+        starves."""
+        score = AdmissionScore(self._fleet.margins(worker), self._weights, self._gain, self._beta)
+        if size > 1:
+            best = best_subset(loads, score, size, float(self._fleet.room[worker]))
+            if best is not None and best.score > 0:
+                return best.positions
+        return (best_single(loads, score),)
 
     def _admit(self, worker: int, places: list[int]) -> list[Request]:
         positions = [int(self._pending[place]) for place in places]

@@ -109,7 +109,7 @@ class Projection:
     def smallest_margins(self) -> Floats:
         """min_h m_g(h) [K]: the second part of the Stage 2 key."""
         if self._smallest_margins is None:
-            self._smallest_margins = (self.envelope - self.loads).min(axis=1)
+            self._smallest_margins = np.minimum.reduce(self.envelope - self.loads, axis=1)
         return self._smallest_margins
 
     def admit(self, worker: int, requests: Sequence[Request], positions: Sequence[int]) -> None:
@@ -128,11 +128,12 @@ class Projection:
             row[:lasting] += tokens + self.steps_ahead[:lasting]
         self.free[worker] -= len(requests)
         self.room[worker] -= load
-        if (row > self.envelope).any():
+        smallest = np.minimum.reduce(self.envelope - row)
+        if smallest < 0:
             np.maximum(self.envelope, row, out=self.envelope)
             self._smallest_margins = None
         elif self._smallest_margins is not None:
-            self._smallest_margins[worker] = (self.envelope - row).min()
+            self._smallest_margins[worker] = smallest
 
 
 def _steps_in_window(steps: Floats, horizon: int) -> Ints:

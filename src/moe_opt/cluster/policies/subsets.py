@@ -32,13 +32,13 @@ class AdmissionScore:
 
     __slots__ = ("_beta", "_gain", "_margins", "_weights", "flat_until", "peak")
 
-    def __init__(self, margins: Floats, weights: Floats, alpha: float, beta: float):
-        """``margins`` [H + 1] in tokens; ``weights`` [H + 1] are gamma^h, of which the first is 1; alpha >
+    def __init__(self, margins: Floats, weights: Floats, gain: float, beta: float):
+        """``margins`` [H + 1] in tokens, ``weights`` [H + 1] gamma^h, ``gain`` alpha times their sum, above
         0."""
         self._margins = margins
         self._weights = weights
         self._beta = beta
-        self._gain = gain = alpha * float(weights.sum())
+        self._gain = gain
         order = margins.argsort()
         penalty = weights[order].cumsum() * beta
         # Behind the i-th smallest margin the slope is gain - penalty[i].
@@ -63,25 +63,22 @@ class Choice(NamedTuple):
     score: float
 
 
-def best_single(loads: Floats, score: AdmissionScore) -> Choice:
-    """The one candidate of highest score; among equals the first. ``loads`` [n] in tokens, n > 0."""
+def best_single(loads: Floats, score: AdmissionScore) -> int:
+    """Position of the candidate of highest score; among equals the first. ``loads`` [n] in tokens, n > 0."""
     if score.flat_until > score.peak:
         optimal = (loads >= score.peak) & (loads <= score.flat_until)
         if optimal.any():
-            best = int(optimal.argmax())
-            return Choice((best,), score(float(loads[best])))
-    up_to_peak = np.where(loads <= score.peak, loads, -1.0)
-    best = int(up_to_peak.argmax())
-    if up_to_peak[best] < 0:
-        best = int(loads.argmin())
-    elif up_to_peak[best] < score.peak < inf:
-        behind = np.where(loads > score.peak, loads, inf)
-        right = int(behind.argmin())
-        if behind[right] < inf:
-            gain = score(float(loads[right])) - score(float(loads[best]))
-            if gain > 0 or (gain == 0 and right < best):
-                best = right
-    return Choice((best,), score(float(loads[best])))
+            return int(optimal.argmax())
+    left = int(np.where(loads <= score.peak, loads, -1.0).argmax())
+    if loads[left] == score.peak or score.peak == inf:
+        return left
+    right = int(np.where(loads > score.peak, loads, inf).argmin())
+    if loads[right] <= score.peak:
+        return left  # nothing is behind the peak
+    if loads[left] > score.peak:
+        return right  # nothing is before it
+    gain = score(float(loads[right])) - score(float(loads[left]))
+    return right if gain > 0 or (gain == 0 and right < left) else left
 
 
 def best_subset(loads: Floats, score: AdmissionScore, max_size: int, room: float = inf) -> Choice | None:

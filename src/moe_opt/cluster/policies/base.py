@@ -7,7 +7,8 @@ keep is what no caller can know for it: a cursor, a random generator, counters o
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
+from math import inf
 from operator import attrgetter
 
 from moe_opt.cluster.state import Assignment, Request, Worker
@@ -32,30 +33,31 @@ class Policy(ABC):
 class Fleet:
     """What one tick may still admit, worker by worker in the caller's order; `admit` keeps it up to date."""
 
-    __slots__ = ("free", "in_flight", "load", "open", "room", "roomiest", "workers")
+    __slots__ = ("_admitted", "_load", "free", "in_flight", "open", "room", "roomiest", "workers")
 
-    def __init__(self, workers: Sequence[Worker], extra_slots: int = 0):
-        """``extra_slots`` go beyond ``max_running`` (BalanceRoute D.6's pool bypass; 0 otherwise)."""
-        if len({worker.id for worker in workers}) != len(workers):
-            raise ValueError(f"worker ids must differ, got {[worker.id for worker in workers]}")
+    def __init__(self, workers: Sequence[Worker]):
+        check_worker_ids(workers)
         self.workers = workers
         self.in_flight: list[int] = [len(worker.running) for worker in workers]
         """Requests on each worker, dispatched ones included."""
-        self.free: list[int] = [
-            0 if worker.draining else max(0, worker.max_running + extra_slots - count)
-            for worker, count in zip(workers, self.in_flight, strict=True)
-        ]
-        self.load: list[int] = [worker.kv_tokens for worker in workers]
-        """KV tokens on each worker, L_g."""
+        self.free: list[int] = [worker.free_slots for worker in workers]
         self.room: list[float] = [
-            float("inf") if worker.kv_capacity is None else worker.kv_capacity - load
-            for worker, load in zip(workers, self.load, strict=True)
+            inf if worker.kv_capacity is None else worker.kv_capacity - worker.kv_tokens for worker in workers
         ]
         """KV tokens that each worker can still hold."""
         self.open: list[int] = [index for index, slots in enumerate(self.free) if slots > 0]
         """Indices of workers with a free slot, ascending."""
         self.roomiest: float = max((self.room[index] for index in self.open), default=-1.0)
         """Most KV room among the open workers: no request above it fits anywhere."""
+        self._admitted = [0] * len(workers)  # KV tokens
+        self._load: list[int] | None = None
+
+    @property
+    def load(self) -> list[int]:
+        """KV tokens on each worker, L_g; counted when it is first read, as most policies never do."""
+        if self._load is None:
+            self._load = [worker.kv_tokens + new for worker, new in zip(self.workers, self._admitted, strict=True)]
+        return self._load
 
     def fitting(self, request: Request) -> list[int]:
         """Indices of the workers that can take ``request`` now, ascending."""
@@ -70,21 +72,32 @@ class Fleet:
             raise ValueError(f"worker {self.workers[index].id!r} cannot take request {request.id!r}")
         self.free[index] -= 1
         self.in_flight[index] += 1
-        self.load[index] += request.prompt_tokens
-        was_roomiest = self.room[index] == self.roomiest
+        self._admitted[index] += request.prompt_tokens
+        if self._load is not None:
+            self._load[index] += request.prompt_tokens
+        room = self.room[index]
         self.room[index] -= request.prompt_tokens
         if self.free[index] == 0:
             self.open.remove(index)
-        if was_roomiest:
+        if room == self.roomiest and (self.free[index] == 0 or self.room[index] < room):
             self.roomiest = max((self.room[index] for index in self.open), default=-1.0)
         return Assignment(request.id, self.workers[index].id)
+
+
+def check_worker_ids(workers: Sequence[Worker]) -> None:
+    """An assignment names a worker by its id, so there is one of each."""
+    ids = [worker.id for worker in workers]
+    if len(set(ids)) != len(ids):
+        raise ValueError(f"worker ids must differ, got {ids}")
 
 
 def in_arrival_order(waiting: Sequence[Request], workers: Sequence[Worker]) -> list[Request]:
     """The requests that wait, oldest first (ties as given), without repeats or any that runs already."""
     ids = {request.id for request in waiting}
     queue = list(waiting)
-    running: set[Hashable] = set().union(*(ids.intersection(worker.running) for worker in workers))
+    running = {
+        key for worker in workers if not worker.running.keys().isdisjoint(ids) for key in worker.running.keys() & ids
+    }
     if running or len(ids) != len(queue):
         first = {request.id: request for request in reversed(queue)}
         queue = [request for request in queue if first[request.id] is request and request.id not in running]

@@ -9,6 +9,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
+from moe_opt.cluster.policies.base import check_worker_ids
 from moe_opt.cluster.predictors.tracker import RemainingTracker
 from moe_opt.cluster.state import Request, Worker
 
@@ -52,8 +53,7 @@ class Projection:
             newcomers: requests that may be admitted, predicted together with those that run.
             extra_slots: admissions beyond ``max_running`` (D.6's pool bypass).
         """
-        if len({worker.id for worker in workers}) != len(workers):
-            raise ValueError(f"worker ids must differ, got {[worker.id for worker in workers]}")
+        check_worker_ids(workers)
         self.workers = workers
         self.steps_ahead = np.arange(horizon + 1, dtype=np.float64)
         in_flight = np.array([len(worker.running) for worker in workers], dtype=np.int64)

@@ -17,6 +17,11 @@ from moe_opt.errors import MoEOptError
 # name -> (module, one line for `moe-opt --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("moe_opt.demo.command", "see brownout work on the demo model"),
+    "eval": (
+        "moe_opt.evaluation.command",
+        "accuracy lost and experts saved, over ways x thresholds x strategies",
+    ),
+    "distill": ("moe_opt.distill.command", "train united experts from a recipe"),
     "inspect": (
         "moe_opt.modeling.inspect",
         "MoE layers, experts, memory and which features apply to a model",

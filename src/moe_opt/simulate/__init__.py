@@ -10,7 +10,7 @@ from moe_opt.simulate.engine import simulate
 from moe_opt.simulate.experts import BatchExperts, ExpertModel, ProfileExperts
 from moe_opt.simulate.fleet import Drain, Fail, FleetConfig, Recover, ScaleUp, WorkerSpec
 from moe_opt.simulate.metrics import Interval, SimResult, mean_interval
-from moe_opt.simulate.models import MODELS, ModelSpec, get_model
+from moe_opt.simulate.models import MODELS, get_model
 
 __all__ = [
     "MODELS",
@@ -20,7 +20,6 @@ __all__ = [
     "Fail",
     "FleetConfig",
     "Interval",
-    "ModelSpec",
     "ProfileExperts",
     "Recover",
     "ScaleUp",

@@ -4,17 +4,12 @@ bandwidth + FLOPs / peak (BalanceRoute section 2.1, METRO section III-A)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
+from moe_opt.devices import Device
 from moe_opt.errors import ConfigError
-from moe_opt.simulate.models import ModelSpec
+from moe_opt.flops import FlopsModel
 
-
-class DeviceLike(Protocol):
-    """What a step cost needs of a device preset of `moe_opt.devices`."""
-
-    @property
-    def memory_bandwidth(self) -> float: ...  # bytes per second
+_LONG = 1_000_000  # tokens: beyond every sliding window, so that one more costs what it costs at length
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,36 +39,31 @@ class StepCost:
     @classmethod
     def of(
         cls,
-        model: ModelSpec,
+        model: FlopsModel,
+        device: Device,
         *,
-        bandwidth: float,
-        peak_flops: float,
         overhead: float = 2e-3,
+        communication: float = 0.0,
         tensor_parallel: int = 1,
         efficiency: float = 0.8,
-        kv_bytes: float = 2.0,
-        communication: float = 0.0,
     ) -> StepCost:
-        """From a model's sizes and a device's bytes and FLOPs per second.
+        """From a model's bytes and FLOPs and a device's rates.
 
         `overhead` (s) is the host's and the launches' share of a step, `communication` (s) that of
-        collectives, and `efficiency` the share of the peak rates that kernels reach. `tensor_parallel`
-        devices read side by side.
-        """
-        for name, value in {
-            "bandwidth": bandwidth,
-            "peak_flops": peak_flops,
-            "efficiency": efficiency,
-        }.items():
-            if not value > 0:
-                raise ConfigError(f"{name} must be positive, not {value}")
+        collectives; `efficiency` is the share of the peak rates that kernels reach. `tensor_parallel`
+        devices make up a worker and read side by side."""
+        if not 0 < efficiency <= 1:
+            raise ConfigError(f"efficiency must lie in (0, 1], not {efficiency}")
         if tensor_parallel < 1:
             raise ConfigError(f"tensor_parallel must be at least 1, not {tensor_parallel}")
-        rate = bandwidth * efficiency * tensor_parallel
-        flops = peak_flops * efficiency * tensor_parallel
+        rate = device.memory_bandwidth * efficiency * tensor_parallel
+        precision = "fp8" if model.weight_bytes <= 1 else "bfloat16"
+        flops = device.flops(precision) * efficiency * tensor_parallel
+        kv_bytes = model.kv_bytes(_LONG + 1) - model.kv_bytes(_LONG)
+        attention = model.decode(_LONG + 1) - model.decode(_LONG)
         return cls(
-            fixed=overhead + communication + model.dense_parameters() * model.weight_bytes / rate,
-            per_kv_token=model.kv_bytes_per_token(kv_bytes) / rate + model.attention_flops_per_context_token() / flops,
-            per_expert=model.expert_bytes() / rate,
-            per_request=model.decode_flops_per_token() / flops,
+            fixed=overhead + communication + model.resident_bytes / rate,
+            per_kv_token=kv_bytes / rate + attention / flops,
+            per_expert=model.expert_bytes / rate,
+            per_request=model.decode(1) / flops,
         )

@@ -224,7 +224,7 @@ class _Engine:
         self._refill()
         self.pool_seen = len(self.waiting)
         touched: set[int] = set()
-        margin = int(getattr(self.policy, "inflight_margin", 0))
+        margin = self.fleet.inflight_margin
         workers = list(self.workers.values())
         if self.waiting and any(len(w.running) < w.max_running + margin and not w.draining for w in workers):
             requests = [request for _, request in self.waiting.values()]

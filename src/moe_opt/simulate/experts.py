@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moe_opt.errors import ConfigError
-from moe_opt.simulate.models import ModelSpec
+from moe_opt.flops import FlopsModel
 
 
 class ExpertModel(Protocol):
@@ -47,9 +47,9 @@ class BatchExperts:
         self._batch: list[int] = []
 
     @classmethod
-    def of(cls, model: ModelSpec, ranks: int = 1) -> BatchExperts:
+    def of(cls, model: FlopsModel, ranks: int = 1) -> BatchExperts:
         """The shape of a model preset."""
-        return cls(model.moe_layers, model.num_experts, model.top_k, ranks)
+        return cls(model.num_moe_layers, model.num_experts, model.top_k, ranks)
 
     def start(self, num_groups: int) -> None:
         self._batch = [0] * num_groups

@@ -74,14 +74,15 @@ class FleetConfig:
     pool_depth: int | None = None
     transfer_s_per_token: float = 0.0  # KV transfer from prefill, seconds per prompt token; the slot is held
     events: tuple[FleetEvent, ...] = ()
+    inflight_margin: int = 0  # requests a worker queues beyond its slots (BR-0's pool bypass, BalanceRoute D.6)
 
     def __post_init__(self) -> None:
         if not self.workers:
             raise ConfigError("a fleet needs at least one worker")
         if self.pool_depth is not None and self.pool_depth < 1:
             raise ConfigError(f"pool_depth must be at least 1, not {self.pool_depth}")
-        if self.transfer_s_per_token < 0:
-            raise ConfigError("transfer_s_per_token must not be negative")
+        if self.transfer_s_per_token < 0 or self.inflight_margin < 0:
+            raise ConfigError("transfer_s_per_token and inflight_margin must not be negative")
         known = len(self.workers)
         for event in sorted(self.events, key=lambda e: e.time):
             if event.time < 0:
@@ -103,6 +104,7 @@ class FleetConfig:
         pool_depth: int | None = None,
         transfer_s_per_token: float = 0.0,
         events: Sequence[FleetEvent] = (),
+        inflight_margin: int = 0,
     ) -> FleetConfig:
         """`workers` equal workers: one group under a barrier, or each on its own clock."""
         if workers < 1:
@@ -113,4 +115,4 @@ class FleetConfig:
             WorkerSpec(slots, kv_capacity, 1.0 if speeds is None else speeds[i], 0 if barrier else i)
             for i in range(workers)
         )
-        return cls(specs, pool_depth, transfer_s_per_token, tuple(events))
+        return cls(specs, pool_depth, transfer_s_per_token, tuple(events), inflight_margin)

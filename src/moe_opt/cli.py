@@ -26,6 +26,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "moe_opt.modeling.inspect",
         "MoE layers, experts, memory and which features apply to a model",
     ),
+    "serve": ("moe_opt.serving.serve_command", "serve a MoE model over TGI's and OpenAI's HTTP API"),
+    "bench": ("moe_opt.serving.bench_command", "load a running server and report latencies and kept objectives"),
 }
 
 

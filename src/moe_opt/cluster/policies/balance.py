@@ -88,6 +88,7 @@ class BalanceTick:
         self._pending: Ints = np.arange(len(queue))  # queue positions that still wait, oldest first
         self._places: Ints = np.arange(len(queue))
         self._slots: Ints = fleet.free.copy()  # of the workers that can still take some of what waits
+        self._free_slots = int(self._slots.sum())
 
     def run(self) -> list[Assignment]:
         """Stage 1 while slots abound, then Stage 2."""
@@ -96,10 +97,10 @@ class BalanceTick:
             worker = self._next_worker()
             if worker is None:
                 break
-            abundant = np.add.reduce(self._slots) > self._pool_bound
+            abundant = self._free_slots > self._pool_bound
             places = self._eligible(worker, None if abundant else self._candidates)
             if not places.size:
-                self._slots[worker] = 0
+                self._set_slots(worker, 0)
                 continue
             size = 1 if abundant else min(self._subset_size, int(self._slots[worker]))
             chosen = self._choose(worker, self._tokens[self._pending[places]], size)
@@ -138,13 +139,18 @@ class BalanceTick:
         positions = [int(self._pending[place]) for place in places]
         requests = [self._queue[position] for position in positions]
         self._fleet.admit(worker, requests, positions)
-        self._slots[worker] = self._fleet.free[worker]
+        self._set_slots(worker, int(self._fleet.free[worker]))
         for place in reversed(places):
             self._pending[1 : place + 1] = self._pending[:place]
             self._pending = self._pending[1:]
         if self._band.restricts and self._band.update(worker, self._fleet):
-            self._slots[:] = self._fleet.free
+            self._slots[:] = self._fleet.free  # those that could take nothing may take something now
+            self._free_slots = int(self._slots.sum())
         return requests
+
+    def _set_slots(self, worker: int, slots: int) -> None:
+        self._free_slots += slots - int(self._slots[worker])
+        self._slots[worker] = slots
 
 
 class BalanceRouteHPolicy(Policy):

@@ -27,8 +27,7 @@ ROUNDING = 1e-12
 
 
 class AdmissionScore:
-    """F(D) for one worker: how much admitting D KV tokens lowers the imbalance. Tokens, weighted by the
-    discounts."""
+    """F(D) for one worker: how much admitting D KV tokens lowers the imbalance, in discounted tokens."""
 
     __slots__ = ("_beta", "_gain", "_margins", "_weights", "flat_until", "peak")
 
@@ -40,15 +39,16 @@ class AdmissionScore:
         self._beta = beta
         self._gain = gain
         order = margins.argsort()
-        penalty = weights[order].cumsum() * beta
-        # Behind the i-th smallest margin the slope is gain - penalty[i].
-        first = int(penalty.searchsorted(gain * (1 - ROUNDING)))
+        # Behind the i-th smallest margin the slope is gain - beta * passed[i].
+        passed = weights[order].cumsum()
+        turn = gain / beta if beta else inf
+        first = int(passed.searchsorted(turn * (1 - ROUNDING)))
         self.peak = float(margins[order[first]]) if first < len(margins) else inf
         """The smallest load of highest score; infinite where overflow never costs more than it brings."""
         self.flat_until = self.peak
         """The largest load of highest score: beyond ``peak`` only if the slope behind it is zero."""
-        if first < len(margins) and penalty[first] <= gain * (1 + ROUNDING):
-            first = int(penalty.searchsorted(gain * (1 + ROUNDING), side="right"))
+        if first < len(margins) and passed[first] <= turn * (1 + ROUNDING):
+            first = int(passed.searchsorted(turn * (1 + ROUNDING), side="right"))
             self.flat_until = float(margins[order[first]]) if first < len(margins) else inf
 
     def __call__(self, load: float) -> float:

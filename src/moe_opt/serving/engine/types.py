@@ -56,8 +56,8 @@ class SamplingParams:
             samples as soon as temperature, top_k, top_p or typical_p is set: the API decides that, not the engine.
         temperature: above 0. top_k: keep the k best, at least 1. top_p, typical_p: in (0, 1].
         repetition_penalty: above 0, 1 is none; divides positive and multiplies negative logits of every token of
-            prompt and output (CTRL). frequency_penalty: subtracted once per occurrence in prompt and output,
-            in [-2, 2]. presence_penalty: subtracted once for each token that occurred in the output, in [-2, 2].
+            prompt and output (CTRL). frequency_penalty, presence_penalty: in [-2, 2], subtracted from the logit of a
+            token once per occurrence in the output, or once if it occurred (OpenAI's definition).
         seed: int64; the same seed gives the same tokens whatever else is in the batch. None draws one.
         max_new_tokens: at least 1; None means as many as `max_total_tokens` leaves.
         stop: strings that end the request; the text up to and including the first one is returned.

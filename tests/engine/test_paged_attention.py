@@ -1,0 +1,152 @@
+"""Attention over pages against attention over plain tensors."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from moe_opt.errors import MoEOptError
+from moe_opt.serving.engine.attention import (
+    AttentionBackend,
+    GatherAttention,
+    LayerKV,
+    RunsAttention,
+    Span,
+    paged_attention,
+)
+
+PAGE = 4
+HEADS, KV_HEADS, DIM = 4, 2, 8
+
+
+def plain_attention(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, window: int | None, sinks: Any
+) -> torch.Tensor:
+    """query [n, H, D] at the last n positions of keys, values [L, K, D]; float64 and element by element."""
+    count, length = query.shape[0], keys.shape[0]
+    out = torch.empty(count, HEADS, values.shape[2], dtype=torch.float64)
+    for row in range(count):
+        at = length - count + row
+        first = 0 if window is None else max(0, at - window + 1)
+        for head in range(HEADS):
+            kv = head // (HEADS // KV_HEADS)
+            scores = keys[first : at + 1, kv].double() @ query[row, head].double() * scale
+            if sinks is not None:
+                scores = torch.cat([scores, sinks[head : head + 1].double()])
+            weights = scores.softmax(0)[: at + 1 - first]
+            out[row, head] = weights @ values[first : at + 1, kv].double()
+    return out
+
+
+class Scene:
+    """Sequences with random KV in a random arrangement of pages, some sharing their first pages."""
+
+    def __init__(self, seed: int, singles: int, chunks: int, scattered: bool, value_dim: int) -> None:
+        rng = random.Random(seed)
+        torch.manual_seed(seed)
+        lengths = [(rng.randint(1, 40), 1) for _ in range(singles)]
+        lengths += [(before + count, count) for before, count in ((rng.randint(0, 20), rng.randint(1, 15)) for _ in range(chunks))]
+        free = list(range(12 * (singles + chunks)))
+        if scattered:
+            rng.shuffle(free)
+        self.keys = torch.zeros(len(free) * PAGE, KV_HEADS, DIM)
+        self.values = torch.zeros(len(free) * PAGE, KV_HEADS, DIM)
+        self.history: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.spans: list[Span] = []
+        self.value_dim = value_dim
+        slots: list[int] = []
+        new_keys, new_values = [], []
+        start = 0
+        shared: list[int] = []
+        for length, count in lengths:
+            pages = [free.pop(0) for _ in range(-(-length // PAGE))]
+            full_before = (length - count) // PAGE
+            if shared and rng.random() < 0.5:
+                reuse = min(full_before, len(shared))
+                pages[:reuse] = shared[:reuse]
+            keys, values = torch.randn(length, KV_HEADS, DIM), torch.randn(length, KV_HEADS, value_dim)
+            where = [pages[i // PAGE] * PAGE + i % PAGE for i in range(length)]
+            for index in range(length - count):
+                if pages[index // PAGE] in shared:
+                    keys[index], values[index] = self.keys[where[index]], self.values[where[index], :, :value_dim]
+                self.keys[where[index]] = keys[index]
+                self.values[where[index], :, :value_dim] = values[index]
+            self.history.append((keys, values))
+            self.spans.append(Span(start, count, length, pages, runs_of(pages, length)))
+            slots += where[length - count :]
+            new_keys.append(keys[length - count :])
+            new_values.append(values[length - count :])
+            start += count
+            if not shared:
+                shared = pages[:full_before]
+        self.slots = torch.tensor(slots)
+        self.new_keys, self.new_values = torch.cat(new_keys), torch.cat(new_values)
+        self.query = torch.randn(start, HEADS, DIM)
+
+    def layer(self, backend: AttentionBackend, window: int | None) -> LayerKV:
+        return LayerKV(0, self.keys.clone(), self.values.clone(), self.value_dim, window, backend)
+
+
+def runs_of(pages: list[int], length: int) -> list[tuple[int, int]]:
+    runs: list[tuple[int, int]] = []
+    for index, page in enumerate(pages):
+        tokens = min(PAGE, length - index * PAGE)
+        if runs and runs[-1][0] + runs[-1][1] == page * PAGE:
+            runs[-1] = (runs[-1][0], runs[-1][1] + tokens)
+        else:
+            runs.append((page * PAGE, tokens))
+    return runs
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 10_000),
+    singles=st.integers(0, 4),
+    chunks=st.integers(0, 2),
+    scattered=st.booleans(),
+    window=st.sampled_from([None, 1, 3, 10]),
+    sinks=st.booleans(),
+    value_dim=st.sampled_from([DIM, 5]),
+    backend=st.sampled_from(["runs", "gather"]),
+)
+def test_equals_plain_attention(
+    seed: int,
+    singles: int,
+    chunks: int,
+    scattered: bool,
+    window: int | None,
+    sinks: bool,
+    value_dim: int,
+    backend: str,
+) -> None:
+    if not singles + chunks:
+        return
+    scene = Scene(seed, singles, chunks, scattered, value_dim)
+    paged: AttentionBackend = RunsAttention() if backend == "runs" else GatherAttention(torch.device("cpu"), PAGE)
+    sink = torch.randn(HEADS) if sinks else None
+    paged.begin(scene.spans, scene.slots)
+    layer = scene.layer(paged, window)
+    out = paged.attend(layer, scene.query, scene.new_keys, scene.new_values, 0.3, sink)
+    for span, (keys, values) in zip(scene.spans, scene.history, strict=True):
+        rows = slice(span.start, span.start + span.count)
+        expected = plain_attention(scene.query[rows], keys, values, 0.3, window, sink)
+        torch.testing.assert_close(out[rows].double(), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_a_shared_run_is_read_once_for_all_that_share_it() -> None:
+    backend = RunsAttention()
+    spans = [Span(row, 1, 12, [0, 1, 4 + row], [(0, 8), (16 + 4 * row, 4)]) for row in range(3)]
+    backend.begin(spans, torch.arange(3))
+    plan = backend._plan(None)
+    assert [(piece.first, piece.tokens, piece.rows) for piece in plan.pieces] == [
+        (0, 8, [0, 1, 2]), (16, 4, [0]), (20, 4, [1]), (24, 4, [2]),
+    ]  # fmt: skip
+
+
+def test_outside_an_engine_the_attention_says_what_to_do() -> None:
+    with pytest.raises(MoEOptError, match="set_attn_implementation"):
+        paged_attention(torch.nn.Module(), *(torch.zeros(1, 1, 1, 1),) * 3, None)

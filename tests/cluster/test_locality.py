@@ -155,7 +155,7 @@ def test_a_bad_signature_is_counted_and_holds_up_nobody(fitted):
 
 def test_token_ids_stand_in_for_a_signature():
     model, (_, b) = orthogonal_model()
-    table = TokenTable.fit_routing([1, 1, 2, 2], np.array([[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]]]), 4, prior=0.0)
+    table = TokenTable.fit_routing([1, 1, 2, 2], np.array([[[0, 1]], [[0, 1]], [[2, 3]], [[2, 3]]]), 4)
     policy = EldrPolicy(model.with_token_table(table), tau=0.0)
     waiting = [
         Request("a", 3, token_ids=[1, 1, 1]),

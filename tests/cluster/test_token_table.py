@@ -81,9 +81,9 @@ def test_its_signatures_rank_held_out_prompts_almost_like_exact_ones(corpus, pre
     assert estimated > exact - 0.08
 
 
-def test_full_rank_without_shrinking_is_each_tokens_average(corpus):
+def test_full_rank_is_each_tokens_average(corpus):
     ids, experts = np.concatenate(corpus[0]), np.concatenate(corpus[1])
-    table = TokenTable.fit_routing(ids, experts, EXPERTS, rank=1_000, prior=0.0)
+    table = TokenTable.fit_routing(ids, experts, EXPERTS, rank=1_000)
     for token in np.unique(ids)[:10]:
         average = count_experts(experts[ids == token], EXPERTS) / (ids == token).sum()
         np.testing.assert_allclose(table.expected_counts([token]), average, atol=0.05)  # int8 rounding
@@ -100,10 +100,13 @@ def test_lower_rank_is_smaller_and_not_better(corpus, prefill):
     assert errors[0] > errors[1]
 
 
-def test_unseen_tokens_count_as_average_ones(corpus):
+def test_unseen_tokens_count_as_the_average_of_their_prompt(corpus):
     table = TokenTable.fit_routing(np.concatenate(corpus[0]), np.concatenate(corpus[1]), EXPERTS)
     average = table.mean.reshape(LAYERS, EXPERTS)
     np.testing.assert_allclose(table.expected_counts([VOCABULARY + 5] * 3), 3 * average, rtol=1e-5)
+    seen = corpus[0][0][:1]
+    mixed = table.expected_counts([*seen, VOCABULARY + 5])
+    np.testing.assert_allclose(mixed, 2 * table.expected_counts(seen), rtol=1e-4, atol=1e-5)
     np.testing.assert_allclose(average.sum(axis=1), TOP_K, rtol=1e-5)
     assert table.expected_counts([]).tolist() == np.zeros((LAYERS, EXPERTS)).tolist()
 

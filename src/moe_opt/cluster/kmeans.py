@@ -132,23 +132,24 @@ def _seed_centroids(points: Floats, num_clusters: int, rng: np.random.Generator)
 
 
 def _iterate(points: Floats, start: Floats, balanced: bool, max_iterations: int) -> Clustering:
-    """Lloyd's iterations until the labels stop changing. An empty cluster takes the worst-served point."""
-    centroids = start
+    """Lloyd's iterations until no label changes, or the cost falls by less than 1 in 10,000."""
     assign = balanced_assignment if balanced else _nearest
-    labels: Ints = np.full(len(points), -1, dtype=np.int64)
+    centroids = start
+    best: Clustering | None = None
     for _ in range(max_iterations):
         distances = 1.0 - points @ centroids.T
-        previous = labels
         labels = assign(distances)
-        if np.array_equal(labels, previous):
-            break
+        current = Clustering(centroids, labels, _cost(distances, labels))
+        if best is not None and current.cost >= best.cost * (1 - 1e-4):
+            return current if current.cost < best.cost else best
+        best = current
         centroids = _means(points, labels, centroids)
-    distances = 1.0 - points @ centroids.T
-    labels = assign(distances)
-    return Clustering(centroids, labels, _cost(distances, labels))
+    assert best is not None, "at least one iteration"
+    return best
 
 
 def _nearest(distances: Floats) -> Ints:
+    """The nearest centroid of each point; an empty cluster takes the worst-served point."""
     labels: Ints = np.argmin(distances, axis=1)
     own = distances[np.arange(len(labels)), labels].copy()
     counts = np.bincount(labels, minlength=distances.shape[1])

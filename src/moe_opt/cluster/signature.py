@@ -38,7 +38,7 @@ CANDIDATES = ("count-idf", "count")
 
 _FORMAT = 1
 _FOLDS = 3
-_FOLD_PAIRS = 4_000  # per fold: cross-validation repeats the greedy search 2 x 3 times
+_FOLD_PAIRS = 2_000  # per fold: cross-validation repeats the greedy search 2 x 3 times
 _MIN_FOLD_PROMPTS = 5
 
 
@@ -106,7 +106,7 @@ class SignatureModel:
         rng = np.random.default_rng(seed)
         cross_validated: dict[str, float] = {}
         if weighting == "auto":
-            cross_validated = {name: _held_out_rho(counts, probs, name, layers, seed) for name in CANDIDATES}
+            cross_validated = _held_out_rho(counts, probs, layers, seed)
             weighting = max(CANDIDATES, key=cross_validated.__getitem__)
         weights = idf(counts)
         weighted = weigh(counts, weighting, weights)
@@ -322,29 +322,28 @@ def _choose_layers(
     return chosen, spearman(gram.distances(chosen), target)
 
 
-def _held_out_rho(
-    counts: Floats, probs: Floats, weighting: str, layers: str | tuple[int, ...], seed: int
-) -> float:
-    """Mean rho on prompts that chose neither the IDF weights nor the layers.
+def _held_out_rho(counts: Floats, probs: Floats, layers: str | tuple[int, ...], seed: int) -> dict[str, float]:
+    """Mean rho of each candidate weighting on prompts that chose neither its IDF nor its layers.
 
     With fewer than five prompts per fold there is nothing to hold out: rho on all of them then.
     """
-    rng = np.random.default_rng(seed)  # the same folds and pairs for every weighting
+    rng = np.random.default_rng(seed)
     number = len(counts)
     if number < _FOLDS * _MIN_FOLD_PROMPTS:
         folds = [(np.arange(number), np.arange(number))]
     else:
         parts = np.array_split(rng.permutation(number), _FOLDS)
         folds = [(np.concatenate(parts[:k] + parts[k + 1 :]), parts[k]) for k in range(_FOLDS)]
-    scores = []
+    scores: dict[str, list[float]] = {weighting: [] for weighting in CANDIDATES}
     for train, test in folds:
         weights = idf(counts[train])
-        first, second = sample_pairs(len(train), _FOLD_PAIRS, rng)
-        target = decode_ranks(probs[train], first, second)
-        chosen, _ = _choose_layers(weigh(counts[train], weighting, weights), target, layers, first, second)
-        first, second = sample_pairs(len(test), _FOLD_PAIRS, rng)
-        gram = PairGram.of(weigh(counts[test], weighting, weights)[:, chosen], first, second)
-        scores.append(
-            spearman(gram.distances(np.arange(len(chosen))), decode_ranks(probs[test], first, second))
-        )
-    return float(np.mean(scores))
+        train_pairs = sample_pairs(len(train), _FOLD_PAIRS, rng)
+        test_pairs = sample_pairs(len(test), _FOLD_PAIRS, rng)
+        train_target = decode_ranks(probs[train], *train_pairs)
+        test_target = decode_ranks(probs[test], *test_pairs)
+        for weighting, found in scores.items():
+            weighted = weigh(counts[train], weighting, weights)
+            chosen, _ = _choose_layers(weighted, train_target, layers, *train_pairs)
+            gram = PairGram.of(weigh(counts[test], weighting, weights)[:, chosen], *test_pairs)
+            found.append(spearman(gram.distances(np.arange(len(chosen))), test_target))
+    return {weighting: float(np.mean(found)) for weighting, found in scores.items()}

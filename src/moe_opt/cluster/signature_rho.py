@@ -81,8 +81,9 @@ class PairGram:
         dots = np.empty((num_layers, len(first)), dtype=np.float64)
         norms = np.einsum("nle,nle->ln", vectors, vectors, dtype=np.float64)
         for layer in range(num_layers):
-            plane = np.ascontiguousarray(vectors[:, layer], dtype=np.float64)
-            if len(plane) <= 2_000:  # the whole Gram matrix is one product of at most 2,000 x E x 2,000
+            # float32: ranks need no more, and it halves the time of the product.
+            plane = np.ascontiguousarray(vectors[:, layer], dtype=np.float32)
+            if len(plane) <= 2_000:  # one matrix product is faster than gathering rows, up to some size
                 dots[layer] = (plane @ plane.T)[first, second]
             else:
                 dots[layer] = np.einsum("pe,pe->p", plane[first], plane[second])

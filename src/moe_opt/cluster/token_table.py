@@ -2,8 +2,8 @@
 
 Experts follow token identity closely, so the expected expert counts of a prompt are nearly the sum over its
 tokens of what each vocabulary token is usually sent to. The table `[V, L, E]` is learned from calibration
-prompts as mean + codes @ basis (rank r, both in int8): 48 layers x 128 experts x 152,000 tokens take 11 MB at
-rank 64, and a prompt costs one sum of rows. It needs nothing from the engine and is known before prefill.
+prompts as mean + codes @ basis (rank r, both in int8): 48 layers x 128 experts x 152,000 tokens take 5.7 MB
+at rank 32, and a prompt costs one sum of rows. It needs nothing from the engine and is known before prefill.
 
 Two ways to fit it: from the experts of each token (`fit_routing`: vLLM's or SGLang's routed experts), or from
 whole prompts' counts (`fit_counts`: what moe_opt's own recorder reports).
@@ -37,9 +37,9 @@ class TokenTable:
     mean: Floats = field(repr=False)
     """float32 [L * E]: expected counts of one token whose identity is unknown."""
     codes: NDArray[np.int8] = field(repr=False)
-    """[V, r], one row per vocabulary token; zero for tokens that calibration never saw."""
+    """[V, r], one row per vocabulary token."""
     code_scale: Floats = field(repr=False)
-    """float32 [V]: what one unit of a token's codes is worth."""
+    """float32 [V]: what one unit of a token's codes is worth; -1 for tokens that calibration never saw."""
     basis: NDArray[np.int8] = field(repr=False)
     """[r, L * E]."""
     basis_scale: Floats = field(repr=False)
@@ -73,7 +73,8 @@ class TokenTable:
     def expected_counts(self, token_ids: ArrayLike) -> Floats:
         """Expected prefill counts float32 `[L, E]` of a prompt, none negative.
 
-        Tokens that calibration never saw, ids beyond the table included, count as an average token.
+        Tokens that calibration never saw, ids beyond the table included, count as an average token of this
+        prompt; if it saw none of them, as an average token of all.
 
         Args:
             token_ids: int `[n]`; n = 0 gives zeros.
@@ -83,8 +84,10 @@ class TokenTable:
         """
         ids = _token_ids(token_ids)
         known = ids[ids < len(self.codes)]
+        known = known[self.code_scale[known] >= 0]
         mixed = self.code_scale[known] @ self.codes[known].astype(np.float32)
         basis: Floats = self._basis  # type: ignore[attr-defined]
+        mixed *= len(ids) / max(len(known), 1)
         expected = np.maximum(mixed @ basis + np.float32(len(ids)) * self.mean, 0.0)
         return expected.reshape(self.num_layers, self.num_experts).astype(np.float32, copy=False)
 
@@ -95,22 +98,21 @@ class TokenTable:
         experts: ArrayLike,
         num_experts: int,
         *,
-        rank: int = 64,
-        prior: float = 4.0,
+        rank: int = 32,
         seed: int = 0,
     ) -> TokenTable:
         """From each calibration token's experts, as an engine reports them.
 
-        A token seen n times is shrunk towards the average token by n / (n + prior). The low rank is a
-        randomised truncated SVD (two passes, one power iteration) with rows weighted by how often a token
-        occurs; it visits the layers one by one, so that memory stays at `[V seen, E]`.
+        The low rank is a randomised truncated SVD (two passes, one power iteration) with rows weighted by how
+        often a token occurs; it visits the layers one by one, so that memory stays at `[V seen, E]`. A
+        token's average is not shrunk towards the others': a prompt sums over its tokens, so that their noise
+        averages out while what shrinking takes from each would add up (measured in `docs/signatures.md`).
 
         Args:
             token_ids: int `[T]`, all calibration prompts one after the other.
             experts: int `[T, L, k]`, the logical experts of each token; -1 marks a slot without one.
             num_experts: E.
             rank: r at most; less where the data has less.
-            prior: pseudo-tokens of the average token.
             seed: of the random projection.
 
         Raises:
@@ -129,17 +131,22 @@ class TokenTable:
             raise ConfigError(f"experts must lie in 0 ... {num_experts - 1} (or be -1 for none)")
         vocabulary, row, seen = np.unique(ids, return_inverse=True, return_counts=True)
         num_layers, top_k = chosen.shape[1:]
-        mean = np.zeros((num_layers, num_experts))
-        trust = seen / (seen + prior)
         root = np.sqrt(seen)
 
-        def deviation(layer: int) -> Floats:
-            """Weighted, shrunk difference from the average token, float64 `[V seen, E]`."""
+        def averages(layer: int) -> tuple[Floats, Floats]:
+            """Counts per occurrence of each token float64 `[V seen, E]`, and of all tokens together `[E]`."""
             cells = row.repeat(top_k) * (num_experts + 1) + chosen[:, layer].ravel().astype(np.int64) + 1
             counts = np.bincount(cells, minlength=len(vocabulary) * (num_experts + 1))
             counts = counts.reshape(len(vocabulary), num_experts + 1)[:, 1:]  # column 0 took the -1
-            mean[layer] = counts.sum(0) / len(ids)
-            return (root * trust)[:, None] * (counts / seen[:, None] - mean[layer])
+            return counts / seen[:, None], counts.sum(0) / len(ids)
+
+        mean = np.zeros((num_layers, num_experts))
+        for layer in range(num_layers):
+            mean[layer] = averages(layer)[1]
+
+        def deviation(layer: int) -> Floats:
+            """Weighted difference from the average token, float64 `[V seen, E]`."""
+            return root[:, None] * (averages(layer)[0] - mean[layer])
 
         rng = np.random.default_rng(seed)
         width = min(rank + _OVERSAMPLING, len(vocabulary), num_layers * num_experts)
@@ -160,9 +167,7 @@ class TokenTable:
         return cls._quantised(num_layers, num_experts, mean.ravel(), vocabulary, codes, right[:keep])
 
     @classmethod
-    def fit_counts(
-        cls, prompts: Sequence[ArrayLike], prefill_counts: ArrayLike, *, rank: int = 64
-    ) -> TokenTable:
+    def fit_counts(cls, prompts: Sequence[ArrayLike], prefill_counts: ArrayLike, *, rank: int = 32) -> TokenTable:
         """From whole prompts: ridge regression of prefill counts on the bag of tokens.
 
         Solved in the dual (N unknowns per expert, N prompts), the ridge chosen by exact leave-one-out error.
@@ -220,7 +225,7 @@ class TokenTable:
         size = int(vocabulary[-1]) + 1
         table = np.zeros((size, len(basis)), dtype=np.int8)
         table[vocabulary] = np.rint(codes / np.where(code_scale > 0, code_scale, 1.0)[:, None])
-        scales = np.zeros(size, dtype=np.float32)
+        scales = np.full(size, -1.0, dtype=np.float32)
         scales[vocabulary] = code_scale
         rounded = np.rint(basis / np.where(basis_scale > 0, basis_scale, 1.0)[:, None]).astype(np.int8)
         return cls(

@@ -32,24 +32,28 @@ from moe_opt.modeling.experts import (
 )
 from moe_opt.modeling.recorder import ExpertRecorder
 from moe_opt.modeling.router_scores import RouterScores
-from moe_opt.modeling.united import ExpertPool, UnitedExperts, UnitedExpertsConfig, UnitedWeights
+from moe_opt.modeling.united import ExpertPool, UnitedExperts, UnitedExpertsConfig, UnitedWeights, united_weights
 
 PHASES = ("prefill", "decode")
 _UNSET: Any = object()  # "leave as it is", where None has a meaning of its own
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class PhaseSettings:
-    """Brownout of one phase. `threshold` 1 is exact output."""
+    """Brownout of one phase. `threshold` 1 is exact output.
+
+    `active` is a field and not a comparison: compiled code guards on what it reads, and must not be built again for
+    each new threshold.
+    """
 
     threshold: float = 1.0
     strategy: str = "partial"
     keep: str = "count"
     layers: frozenset[int] | None = None
+    active: bool = dataclasses.field(init=False)
 
-    @property
-    def active(self) -> bool:
-        return self.threshold < 1.0 and self.strategy != "zero"
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "active", self.threshold < 1.0 and self.strategy != "zero")
 
 
 class ForwardContext:
@@ -242,9 +246,9 @@ class MoERuntime:
     # ------------------------------------------------------------- brownout
 
     def brownout(self, phase: str) -> PhaseSettings:
-        """The settings of one phase (a copy)."""
+        """The settings of one phase."""
         _check_phase(phase)
-        return dataclasses.replace(self._settings[phase])
+        return self._settings[phase]
 
     def set_brownout(
         self,
@@ -293,8 +297,9 @@ class MoERuntime:
                     "attach_united_experts(model, united), or choose 'full', 'reroute' or 'top-k'"
                 )
         self._settings.update(new)
-        for (name, _), tensor in self._threshold_tensors.items():
-            tensor.fill_(self._settings[name].threshold)
+        for device in {self._layer_device(module) for _, module in self.layers}:
+            for name in PHASES:  # made here, so that a compiled forward pass never reads the number itself
+                self._threshold_tensor(name, device).fill_(self._settings[name].threshold)
         wants_scores = any(s.active and s.strategy == "reroute" for s in self._settings.values())
         if wants_scores and self._scores is None:
             self._scores = RouterScores(self._model, self.layers, self.num_experts)
@@ -321,6 +326,9 @@ class MoERuntime:
         captured graph nor a compiled one has to be built again."""
         if device.type == "cpu" and not torch.compiler.is_compiling():
             return self._settings[phase].threshold
+        return self._threshold_tensor(phase, device)
+
+    def _threshold_tensor(self, phase: str, device: torch.device) -> torch.Tensor:
         key = (phase, device)
         if key not in self._threshold_tensors:
             with torch.inference_mode(False):
@@ -349,8 +357,7 @@ class MoERuntime:
     def remove_united(self) -> None:
         """Take the united experts off and return to exact output."""
         self._remove_modules()
-        for settings in self._settings.values():
-            settings.threshold = 1.0
+        self._settings = {name: dataclasses.replace(s, threshold=1.0) for name, s in self._settings.items()}
         for tensor in self._threshold_tensors.values():
             tensor.fill_(1.0)
 
@@ -494,7 +501,7 @@ class MoERuntime:
                 ids, weights, threshold, self.num_experts, settings.strategy,
                 scores=scores, valid=valid, exact=exact,
             )  # fmt: skip
-        united: UnitedWeights | None = module._modules.get(UNITED_ATTRIBUTE)  # type: ignore[assignment]
+        united = united_weights(module)
         groups = (
             united.group_of_expert
             if united is not None
@@ -527,36 +534,39 @@ class MoERuntime:
         self, index: int, module: nn.Module, hidden: torch.Tensor, delegation: Delegation
     ) -> torch.Tensor:
         kernel = stock_function(module, "batched_mm" if self.kernel == "batched_mm" else "grouped_mm")
-        united: UnitedWeights | None = module._modules.get(UNITED_ATTRIBUTE)  # type: ignore[assignment]
-        originals = ExpertsProxy(module, expert_tensors(module))
         ids, weights = delegation
-        count = originals.num_experts
-        if united is None:
+        count = int(module.num_experts)
+        child = module._modules.get(UNITED_ATTRIBUTE)
+        if child is None:
+            originals = ExpertsProxy(module, expert_tensors(module))
             return kernel(originals, hidden, torch.where(ids < 0, count, ids), weights)
-        pool = self._pool(index, module, united)
+        pool = self._pool(index, module, child)
         if pool is not None:
             both = ExpertsProxy(module, pool.weights)
             return kernel(both, hidden, torch.where(ids < 0, both.num_experts, ids), weights)
-        stand_ins = ExpertsProxy(module, expert_tensors(united))
+        originals = ExpertsProxy(module, expert_tensors(module))
+        stand_ins = ExpertsProxy(module, child(hidden))
         own = torch.where((ids < 0) | (ids >= count), count, ids)
         other = torch.where(ids < count, stand_ins.num_experts, ids - count)
         out = kernel(originals, hidden, own, weights.masked_fill(own == count, 0))
         rest = weights.masked_fill(other == stand_ins.num_experts, 0)
         return out + kernel(stand_ins, hidden, other, rest)
 
-    def _pool(self, index: int, module: nn.Module, united: UnitedWeights) -> ExpertPool | None:
+    def _pool(self, index: int, module: nn.Module, child: nn.Module) -> ExpertPool | None:
         """The layer's shared storage, built on first use; None where parameters cannot or must not share one."""
+        if torch.compiler.is_compiling():
+            return self._pools[index]
+        if not isinstance(child, UnitedWeights):  # an adapter wraps it: its weights are computed, not stored
+            return None
         if torch.is_grad_enabled() and any(
-            p.requires_grad for p in (*module._parameters.values(), *united._parameters.values()) if p is not None
+            p.requires_grad for p in (*module._parameters.values(), *child._parameters.values()) if p is not None
         ):
             return None  # gradients have to reach the parameters themselves
         pool = self._pools[index]
-        if torch.compiler.is_compiling():
-            return pool
-        if pool is not None and not pool.intact(module, united):
+        if pool is not None and not pool.intact(module, child):
             pool = None
-        if pool is None and ExpertPool.possible(module, united):
-            pool = ExpertPool(module, united)
+        if pool is None and ExpertPool.possible(module, child):
+            pool = ExpertPool(module, child)
         self._pools[index] = pool
         return pool
 

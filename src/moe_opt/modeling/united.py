@@ -74,6 +74,9 @@ class UnitedExpertsConfig:
 
     def check(self, where: str) -> None:
         """Every number must be one that a forward pass can index with."""
+        for name in ("ways", "num_layers", "num_experts", "hidden_size"):
+            if type(getattr(self, name)) is not int:
+                raise IncompatibleUnitedExpertsError(f"{where}: {name} must be an integer, got {getattr(self, name)!r}")
         if self.ways < 1 or len(self.groups) != self.num_layers:
             raise IncompatibleUnitedExpertsError(
                 f"{where}: ways {self.ways} and groups for {len(self.groups)} layers do not fit "
@@ -167,10 +170,7 @@ class UnitedExperts:
         runtime = _runtime_of(model)
         if runtime.united_config is None:
             raise ConfigError("this model has no united experts attached")
-        tensors = [
-            {key: value.detach() for key, value in getattr(module, UNITED_ATTRIBUTE).named_parameters()}
-            for _, module in runtime.layers
-        ]
+        tensors = [{key: value.detach() for key, value in _attached(module).items()} for _, module in runtime.layers]
         return cls(runtime.united_config, tensors)
 
     # ---------------------------------------------------------------- files
@@ -310,6 +310,12 @@ def _runtime_of(model: nn.Module) -> MoERuntime:
     if runtime is None:
         raise ConfigError(f"{type(model).__name__} was not loaded with moe_opt: use from_pretrained(..., moe_opt=True)")
     return runtime
+
+
+def _attached(module: nn.Module) -> dict[str, torch.Tensor]:
+    united = united_weights(module)
+    assert united is not None
+    return {key: getattr(united, key) for key in expert_tensor_names(united)}
 
 
 def _check_ways(ways: int, num_experts: int) -> None:
@@ -457,6 +463,18 @@ class UnitedWeights(nn.Module):
         self.register_buffer("group_of_expert", group_of_expert, persistent=False)
         self.num_united = int(group_of_expert.max()) + 1
 
+    def forward(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors by name. A call, so that adapters that wrap this module (PEFT's `target_parameters`) act."""
+        return {key: getattr(self, key) for key in expert_tensor_names(self)}
+
+
+def united_weights(module: nn.Module) -> UnitedWeights | None:
+    """The united experts of an experts module, without the adapters around them."""
+    child = module._modules.get(UNITED_ATTRIBUTE)
+    while child is not None and not isinstance(child, UnitedWeights):
+        child = child.get_base_layer()  # type: ignore[operator]
+    return child
+
 
 class ExpertPool:
     """One `[E+U, ...]` storage for a layer's originals and united experts, of which both sets of parameters are views.
@@ -468,7 +486,8 @@ class ExpertPool:
     def __init__(self, module: nn.Module, united: UnitedWeights) -> None:
         self.weights: dict[str, torch.Tensor] = {}
         self._pointers: list[tuple[str, int, int]] = []
-        with torch.no_grad():
+        # Built on first use, which may be inside inference mode; the storage must outlive it.
+        with torch.inference_mode(False), torch.no_grad():
             for key in expert_tensor_names(module):
                 original, extra = module._parameters[key], united._parameters[key]
                 assert original is not None

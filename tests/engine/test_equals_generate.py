@@ -1,0 +1,128 @@
+"""Greedy tokens are `generate`'s, for every family, whatever happens around a request."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from moe_opt.errors import UnsupportedModelError
+from moe_opt.serving.engine.types import FinishEvent, TokenEvent
+from tiny_engines import TEN, finish_of, generated, make_engine, request, run, tokens_of
+
+LONGEST = 16
+
+
+def prompts(seed: int = 1) -> list[tuple[int, ...]]:
+    """Twelve prompts of 1 to 40 tokens, most of which share a beginning with another one."""
+    rng = random.Random(seed)
+    base = tuple(rng.randrange(3, 96) for _ in range(24))
+    own = [tuple(rng.randrange(3, 96) for _ in range(length)) for length in (1, 2, 4, 7, 11, 16)]
+    return [*own, base, *(base[: 4 * index] + tail for index, tail in enumerate(own[1:], start=1))]
+
+
+@pytest.mark.parametrize("family", TEN)
+def test_equals_generate_with_chunks_preemption_and_prefix_hits(family: str) -> None:
+    engine = make_engine(family, kv_pages=20, max_batch_prefill_tokens=7)
+    try:
+        outcomes = run(engine, *(request(str(i), p, max_new_tokens=LONGEST) for i, p in enumerate(prompts())))
+        stats = engine.stats()
+    finally:
+        engine.close()
+    for index, prompt in enumerate(prompts()):
+        assert tokens_of(outcomes[str(index)]) == generated(family, prompt, LONGEST), f"prompt {index}"
+        finish = finish_of(outcomes[str(index)])
+        assert finish.prompt_tokens == len(prompt)
+        assert finish.finish_reason == ("length" if finish.generated_tokens == LONGEST else "eos_token")
+    assert stats.preemptions > 0
+    assert stats.prefix_hit_tokens > 0
+    assert stats.used_pages == 0
+
+
+SCHEDULES = st.fixed_dictionaries(
+    {
+        "family": st.sampled_from(TEN),
+        "page_size": st.sampled_from([1, 3, 4, 16]),
+        "spare_pages": st.integers(0, 30),
+        "max_batch_size": st.integers(1, 6),
+        "max_batch_prefill_tokens": st.integers(1, 40),
+        "decode_between_prefills": st.integers(0, 3),
+        "prefix_caching": st.booleans(),
+        # (prompt, output tokens, step of submission, steps until it is cancelled or None)
+        "requests": st.lists(
+            st.tuples(
+                st.integers(0, 11),
+                st.integers(1, LONGEST),
+                st.integers(0, 30),
+                st.one_of(st.none(), st.none(), st.integers(0, 20)),
+            ),
+            min_size=1,
+            max_size=8,
+        ),
+    }
+)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(SCHEDULES)
+def test_equals_generate_under_any_schedule(schedule: dict[str, Any]) -> None:
+    pages = -(-(40 + LONGEST) // schedule["page_size"]) + schedule["spare_pages"]
+    engine = make_engine(
+        schedule["family"],
+        page_size=schedule["page_size"],
+        kv_pages=pages,
+        max_batch_size=schedule["max_batch_size"],
+        max_batch_prefill_tokens=schedule["max_batch_prefill_tokens"],
+        decode_between_prefills=schedule["decode_between_prefills"],
+        prefix_caching=schedule["prefix_caching"],
+    )
+    outcomes: dict[str, list[Any]] = {str(i): [] for i in range(len(schedule["requests"]))}
+    cancelled = set()
+    try:
+        step = 0
+        while engine.has_work or any(at >= step for _, _, at, _ in schedule["requests"]):
+            for index, (prompt, count, at, cancel_after) in enumerate(schedule["requests"]):
+                if at == step:
+                    engine.add(request(str(index), prompts()[prompt], max_new_tokens=count))
+                if cancel_after is not None and at + cancel_after == step and engine.cancel(str(index)):
+                    cancelled.add(str(index))
+            for name, outcome in engine.step():
+                assert name not in cancelled
+                outcomes[name].append(outcome)
+            engine.check()
+            step += 1
+            assert step < 2000, "the schedule does not end"
+        assert engine.stats().used_pages == 0
+    finally:
+        engine.close()
+    for index, (prompt, count, _, _) in enumerate(schedule["requests"]):
+        found = outcomes[str(index)]
+        expected = generated(schedule["family"], prompts()[prompt], LONGEST)[:count]
+        if str(index) in cancelled:
+            assert tokens_of(found) == expected[: len(found)]
+            assert all(isinstance(event, TokenEvent) for event in found)
+        else:
+            assert isinstance(found[-1], FinishEvent), found[-1]
+            assert tokens_of(found) == expected
+
+
+@pytest.mark.parametrize("family", ["lfm2_moe", "nemotron_h"])
+def test_hybrids_are_refused_by_name_with_the_reason(family: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"{family}.*KV pages"):
+        make_engine(family)
+
+
+def test_a_refused_or_closed_model_keeps_its_own_attention() -> None:
+    from tiny_engines import make_model
+
+    model = make_model("lfm2_moe")
+    before = model.config._attn_implementation
+    with pytest.raises(UnsupportedModelError):
+        make_engine("lfm2_moe")
+    assert model.config._attn_implementation == before
+    model = make_model("qwen2_moe")
+    before = model.config._attn_implementation
+    make_engine("qwen2_moe").close()
+    assert model.config._attn_implementation == before

@@ -28,6 +28,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "serve": ("moe_opt.serving.serve_command", "serve a MoE model over TGI's and OpenAI's HTTP API"),
     "bench": ("moe_opt.serving.bench_command", "load a running server and report latencies and kept objectives"),
+    "simulate": ("moe_opt.simulate.command", "run routing policies over a trace on a simulated fleet"),
+    "plot": ("moe_opt.report.command", "draw the figures of a result file"),
 }
 
 

@@ -149,8 +149,8 @@ def _header(results: Mapping[str, Any]) -> str:
 
 
 def plot_pareto(results: Mapping[str, Any], path: str | os.PathLike[str], kind: str = "tokens") -> None:
-    """Write a PNG (or what the suffix says): relative loss against experts read, one panel per phase, one line per
-    curve, thresholds noted on the lines that have few points, and the Pareto front shaded.
+    """Write a PNG (or what the suffix says): relative loss against experts read, one panel per phase, one
+    line per curve, thresholds noted on the lines that have few points, and the Pareto front shaded.
 
     Args:
         kind: "tokens" for next-token accuracy, "choices" for multiple choice.

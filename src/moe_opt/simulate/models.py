@@ -132,3 +132,9 @@ def get_model(name: str) -> FlopsModel:
     if Path(name).exists():
         return FlopsModel.from_config(name)
     raise ConfigError(f"unknown model {name!r}: neither a path nor one of the presets {', '.join(MODELS)}")
+
+
+def kv_heads(name: str) -> int:
+    """Ways in which tensor parallelism can split a preset's KV cache: 1 for latent attention."""
+    config = MODELS[name]
+    return 1 if config.get("kv_lora_rank") else int(config["num_key_value_heads"])

@@ -219,6 +219,8 @@ def test_config_object_dict_and_file_agree(case, tmp_path):
     config = tiny_config(case)
     expected = FlopsModel.from_config(config)
     assert FlopsModel.from_config(config.to_dict()) == expected
+    published = {"model_type": case.split()[0], **SMALL, **CASES[case]}  # only what a model card's config has
+    assert FlopsModel.from_config(published) == expected
     config.save_pretrained(tmp_path)
     assert FlopsModel.from_config(tmp_path) == expected
     assert FlopsModel.from_config(str(tmp_path / "config.json")) == expected

@@ -224,6 +224,7 @@ def test_long_queues_are_taken_in_parts(fitted, monkeypatch):
     waiting = requests(signatures)
     whole = EldrPolicy(model).assign(waiting, fleet(0, 0, 0, 0, slots=40), 0.0)
     monkeypatch.setattr("moe_opt.cluster.policies.locality._BATCH", 7)
+    monkeypatch.setattr("moe_opt.cluster.policies.locality._MIN_BATCH", 3)
     assert EldrPolicy(model).assign(waiting, fleet(0, 0, 0, 0, slots=40), 0.0) == whole
 
 

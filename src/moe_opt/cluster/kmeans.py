@@ -42,6 +42,8 @@ def balanced_assignment(distances: Floats) -> Ints:
         int64 `[N]`, the column of each row.
     """
     num_points, num_clusters = distances.shape
+    if num_clusters == 1:
+        return np.zeros(num_points, dtype=np.int64)
     capacity = -(-num_points // num_clusters)
     rows, columns = linear_sum_assignment(np.repeat(distances, capacity, axis=1))
     labels = np.empty(num_points, dtype=np.int64)

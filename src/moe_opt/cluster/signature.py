@@ -264,9 +264,7 @@ class SignatureModel:
                 shares=arrays["shares"].astype(np.float64),
                 token_table=TokenTable.from_arrays(arrays),
             )
-        except ConfigError:
-            raise
-        except FileNotFoundError:
+        except (ConfigError, OSError):
             raise
         except Exception as error:  # zip, JSON and array errors of many kinds: the file is not one of ours
             raise ConfigError(f"{path} is not a signature model that can be read: {error}") from error
@@ -289,7 +287,7 @@ class SignatureModel:
 
 def check_prompt_number(prompts: int, num_workers: int) -> None:
     """At least one prompt per worker, and three, so that there are distances to rank."""
-    if isinstance(num_workers, bool) or int(num_workers) != num_workers or num_workers < 1:
+    if isinstance(num_workers, bool) or not isinstance(num_workers, (int, np.integer)) or num_workers < 1:
         raise ConfigError(f"num_workers must be a whole number of at least 1, got {num_workers!r}")
     if prompts < max(3, num_workers):
         raise ConfigError(

@@ -106,7 +106,7 @@ class TokenTable:
         The low rank is a randomised truncated SVD (two passes, one power iteration) with rows weighted by how
         often a token occurs; it visits the layers one by one, so that memory stays at `[V seen, E]`. A
         token's average is not shrunk towards the others': a prompt sums over its tokens, so that their noise
-        averages out while what shrinking takes from each would add up (measured in `docs/signatures.md`).
+        averages out while what shrinking takes from each would add up.
 
         Args:
             token_ids: int `[T]`, all calibration prompts one after the other.

@@ -23,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 # Rows of signatures that are stacked and multiplied at once: 256 x 6,144 floats are 6 MB.
 _BATCH = 256
+_MIN_BATCH = 8
 # float32 cosines of 6,144 products are good to about 1e-6; equal similarity must not depend on it.
 _ROUNDING = 1e-6
 
@@ -79,15 +80,17 @@ class EldrPolicy(Policy):
             return []
         queue = in_arrival_order(waiting, workers)
         assignments: list[Assignment] = []
-        for begin in range(0, len(queue), _BATCH):
-            batch = queue[begin : begin + _BATCH]
+        begin = 0
+        while begin < len(queue) and fleet.open:
+            # No more signatures than there are slots: a deep queue is asked again at every tick.
+            size = min(_BATCH, max(_MIN_BATCH, sum(fleet.free)))
+            batch = queue[begin : begin + size]
+            begin += size
             for request, row in zip(batch, self.similarities(batch, workers).tolist(), strict=True):
                 fitting = fleet.fitting(request)
                 if fitting:
                     index = self._choose(row, fitting, fleet.in_flight)
                     assignments.append(fleet.admit(index, request))
-            if not fleet.open:
-                break
         return assignments
 
     def candidates(

@@ -9,7 +9,8 @@ import dataclasses
 import json
 from typing import Any
 
-from moe_opt.serving.api.errors import ApiError, validation_error
+from moe_opt.serving.api.errors import validation_error
+from moe_opt.serving.api.grammar_schema import closed_schema
 from moe_opt.serving.api.limits import Limits
 from moe_opt.serving.api.prompts import PromptEncoder
 from moe_opt.serving.api.schemas import (
@@ -19,6 +20,9 @@ from moe_opt.serving.api.schemas import (
     RegexGrammar,
 )
 from moe_opt.serving.engine.types import Grammar, SamplingParams
+
+# TGI's grammars allow one blank between items. Free whitespace would let a small model write blanks for ever.
+_COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -181,7 +185,7 @@ class Validator:
         if not isinstance(schema, dict):
             raise validation_error("grammar is not valid: a JSON schema must be an object")
         self._check_size(json.dumps(schema))
-        return Grammar("json", schema)
+        return Grammar("json", {"x-guidance": _COMPACT, **closed_schema(schema)})
 
     def _check_size(self, text: str) -> None:
         if len(text.encode("utf-8", "surrogatepass")) > self.limits.max_grammar_bytes:
@@ -193,6 +197,3 @@ def _samples(p: GenerateParameters) -> bool:
     exactly 1 changes nothing."""
     tempered = p.temperature is not None and p.temperature != 1.0
     return bool(p.do_sample) or tempered or p.top_k is not None or p.top_p is not None or p.typical_p is not None
-
-
-__all__ = ["ApiError", "ValidRequest", "Validator"]

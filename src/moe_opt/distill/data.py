@@ -102,7 +102,7 @@ def pack(texts: Iterable[str], tokenizer: Any, length: int) -> Iterator[torch.Te
     batch: list[str] = []
 
     def flush() -> Iterator[torch.Tensor]:
-        for ids in tokenizer(batch, return_attention_mask=False)["input_ids"]:
+        for ids in tokenizer(batch, return_attention_mask=False, verbose=False)["input_ids"]:
             rest.extend(ids)
             if end is not None and (not ids or ids[-1] != end):
                 rest.append(end)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_opt.modeling.united import UnitedExperts, UnitedExpertsConfig
+from moe_opt.modeling.united import UnitedExperts, UnitedExpertsConfig, UnitedWeights
 
 
 class StudentLayer(nn.Module):
@@ -88,12 +88,12 @@ class Students(nn.Module):
                         _parameter(base, name).copy_(value)
 
 
-class UnitedView(nn.Module):
+class UnitedView(UnitedWeights):
     """Stands where a model keeps a layer's `UnitedWeights`: the same attributes, as plain tensors with a history, so
     that gradients go through a cast or a LoRA product to the students' parameters."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], group_of_expert: torch.Tensor) -> None:
-        super().__init__()
+        nn.Module.__init__(self)  # no parameters: the students hold them
         self.__dict__.update(tensors)
         self.group_of_expert = group_of_expert
         self.num_united = next(iter(tensors.values())).shape[0]

@@ -202,7 +202,26 @@ def test_a_draining_worker_is_still_waited_for():
     assert {a.request_id for a in assignments} == {"r0", "r1"}
 
 
+@pytest.mark.parametrize("name", ["br-0", "br-h"])
+def test_patience_lets_the_oldest_go_first(name):
+    """A prompt that never fits the margin is passed over until it has waited long enough."""
+    workers = loaded(100, 70, free=1)
+    waiting = [Request("giant", 5000, arrival=1.0), Request("small", 30, arrival=2.0)]
+    for patience, now, first in ((None, 99.0, "small"), (60.0, 61.0, "small"), (60.0, 61.5, "giant")):
+        policy = make_policy(name, patience=patience, pool_bound=2)
+        assert policy.assign(waiting, workers, now)[0] == (first, "w1")
+
+
 class TestPoolBypass:
+    @RELAXED
+    @given(case=fleets(), margin=st.integers(0, 3))
+    def test_keeps_its_promises(self, case, margin):
+        waiting, workers = case
+        policy = make_policy("br-0", pool_bypass=True, bypass_margin=margin)
+        assignments = policy.assign(waiting, workers, 0.0)
+        check_promises(waiting, workers, assignments, margin=margin)
+        assert {a.worker_id for a in assignments}.isdisjoint(w.id for w in workers if w.max_running == 0)
+
     def test_dispatches_ahead_of_free_slots_up_to_the_margin(self):
         workers = [Worker("w0", 1, {"a": RunningRequest(10)}), Worker("w1", 1, {"b": RunningRequest(20)})]
         policy = make_policy("br-0", pool_bypass=True, bypass_margin=2)

@@ -22,6 +22,7 @@ from moe_opt.cluster import (
     register_policy,
 )
 from moe_opt.cluster.policies import OneByOnePolicy, registry
+from moe_opt.cluster.predictors import SurvivalPredictor
 from moe_opt.errors import ConfigError
 
 MODEL = signature_model()
@@ -182,6 +183,8 @@ class TestMakePolicy:
             {"predictor": "survival", "refresh_every": 0},
             {"predictor": "crystal-ball"},
             {"predictor": object()},
+            {"predictor": SurvivalPredictor},
+            {"patience": -1},
         ],
     )
     def test_a_setting_out_of_range_is_refused(self, options):

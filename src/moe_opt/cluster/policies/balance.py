@@ -6,8 +6,10 @@ leaves (Section 4). BR-0 is BR-H at H = 0, alpha = 1, beta = K, so one tick serv
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 
 import numpy as np
 
@@ -31,6 +33,7 @@ class BalanceSettings:
     candidates: int = 8  # R, the oldest waiting requests that Stage 2 considers
     subset_size: int = 4  # most requests admitted to one worker at a time
     pool_bound: int | None = None
+    patience: float | None = None  # seconds after which the oldest request goes first; None: F alone decides
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -38,6 +41,7 @@ class BalanceSettings:
             ("candidates", self.candidates, 1),
             ("subset_size", self.subset_size, 1),
             ("pool_bound", self.pool_bound, 0),
+            ("patience", self.patience, 0),
             ("beta", self.beta, 0),
             ("gamma", self.gamma, 0),
         ):
@@ -73,7 +77,14 @@ EVERYWHERE = Band()
 class BalanceTick:
     """One scheduling round over a queue in arrival order (Algorithms 2 and 3)."""
 
-    def __init__(self, queue: Sequence[Request], fleet: Projection, settings: BalanceSettings, band: Band = EVERYWHERE):
+    def __init__(
+        self,
+        queue: Sequence[Request],
+        fleet: Projection,
+        settings: BalanceSettings,
+        now: float,
+        band: Band = EVERYWHERE,
+    ):
         count = len(fleet.workers)
         self._queue = queue
         self._fleet = fleet
@@ -89,6 +100,9 @@ class BalanceTick:
         self._places: Ints = np.arange(len(queue))
         self._slots: Ints = fleet.free.copy()  # of the workers that can still take some of what waits
         self._free_slots = int(self._slots.sum())
+        self._overdue = 0  # that many queue positions have waited beyond their patience
+        if settings.patience is not None:
+            self._overdue = bisect_left(queue, now - settings.patience, key=attrgetter("arrival"))
 
     def run(self) -> list[Assignment]:
         """Stage 1 while slots abound, then Stage 2."""
@@ -102,8 +116,11 @@ class BalanceTick:
             if not places.size:
                 self._set_slots(worker, 0)
                 continue
-            size = 1 if abundant else min(self._subset_size, int(self._slots[worker]))
-            chosen = self._choose(worker, self._tokens[self._pending[places]], size)
+            if self._pending[places[0]] < self._overdue:
+                chosen: Sequence[int] = (0,)
+            else:
+                size = 1 if abundant else min(self._subset_size, int(self._slots[worker]))
+                chosen = self._choose(worker, self._tokens[self._pending[places]], size)
             worker_id = self._fleet.workers[worker].id
             for request in self._admit(worker, [int(places[index]) for index in chosen]):
                 assignments.append(Assignment(request.id, worker_id))
@@ -168,13 +185,14 @@ class BalanceRouteHPolicy(Policy):
         subset_size: int = 4,
         pool_bound: int | None = None,
         refresh_every: int = 16,
+        patience: float | None = None,
     ):
         """See `BalanceSettings`; ``refresh_every`` is in generated tokens, ``seed`` goes to the learned
         predictor.
 
         Without a predictor (or with "oracle") ``RunningRequest.remaining`` is read where it is given.
         """
-        self._settings = BalanceSettings(horizon, gamma, alpha, beta, candidates, subset_size, pool_bound)
+        self._settings = BalanceSettings(horizon, gamma, alpha, beta, candidates, subset_size, pool_bound, patience)
         self.predictor = make_predictor(predictor, seed)
         self._tracker = None if self.predictor is None else RemainingTracker(self.predictor, horizon, refresh_every)
 
@@ -187,7 +205,7 @@ class BalanceRouteHPolicy(Policy):
         abundant = slots > self._settings.pool_bound_of(len(workers))
         newcomers = queue if abundant else queue[: slots + self._settings.candidates]
         fleet = Projection(workers, self._settings.horizon, self._tracker, newcomers)
-        return BalanceTick(queue, fleet, self._settings, self._band(queue, fleet)).run()
+        return BalanceTick(queue, fleet, self._settings, now, self._band(queue, fleet)).run()
 
     def observe_finished(self, request: Request, generated: int) -> None:
         if self.predictor is not None:
@@ -207,6 +225,7 @@ class BalanceRoute0Policy(Policy):
         candidates: int = 8,
         subset_size: int = 4,
         pool_bound: int | None = None,
+        patience: float | None = None,
         pool_bypass: bool = False,
         bypass_margin: int = 1,
     ):
@@ -215,7 +234,9 @@ class BalanceRoute0Policy(Policy):
         The worker's own queue then holds them until a slot is free, and their KV transfer overlaps with
         that wait.
         """
-        self._settings = BalanceSettings(candidates=candidates, subset_size=subset_size, pool_bound=pool_bound)
+        self._settings = BalanceSettings(
+            candidates=candidates, subset_size=subset_size, pool_bound=pool_bound, patience=patience
+        )
         if bypass_margin < 0:
             raise ConfigError(f"bypass_margin must be 0 or more, got {bypass_margin}")
         self._bypass = pool_bypass
@@ -230,7 +251,7 @@ class BalanceRoute0Policy(Policy):
         queue = in_arrival_order(waiting, workers)
         if self._bypass:
             return self._assign_at_once(queue, fleet)
-        return BalanceTick(queue, fleet, self._settings, band=self._band(queue, fleet)).run()
+        return BalanceTick(queue, fleet, self._settings, now, self._band(queue, fleet)).run()
 
     def _assign_at_once(self, queue: Sequence[Request], fleet: Projection) -> list[Assignment]:
         """Each request, oldest first, to the worker of highest F: the one that it overflows least."""

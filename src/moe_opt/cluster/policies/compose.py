@@ -93,8 +93,9 @@ class EldrBalanceRoute0Policy(BalanceRoute0Policy):
         candidates: int = 8,
         subset_size: int = 4,
         pool_bound: int | None = None,
+        patience: float | None = None,
     ):
-        super().__init__(candidates, subset_size, pool_bound)
+        super().__init__(candidates, subset_size, pool_bound, patience)
         self.eldr = EldrPolicy(signature_model=signature_model, tau=tau)
         self._cache = SimilarityCache(self.eldr)
 
@@ -119,9 +120,20 @@ class EldrBalanceRouteHPolicy(BalanceRouteHPolicy):
         subset_size: int = 4,
         pool_bound: int | None = None,
         refresh_every: int = 16,
+        patience: float | None = None,
     ):
         super().__init__(
-            seed, predictor, horizon, gamma, alpha, beta, candidates, subset_size, pool_bound, refresh_every
+            seed=seed,
+            predictor=predictor,
+            horizon=horizon,
+            gamma=gamma,
+            alpha=alpha,
+            beta=beta,
+            candidates=candidates,
+            subset_size=subset_size,
+            pool_bound=pool_bound,
+            refresh_every=refresh_every,
+            patience=patience,
         )
         self.eldr = EldrPolicy(signature_model=signature_model, tau=tau)
         self._cache = SimilarityCache(self.eldr)

@@ -58,7 +58,11 @@ class Projection:
         self.steps_ahead = np.arange(horizon + 1, dtype=np.float64)
         in_flight = np.array([len(worker.running) for worker in workers], dtype=np.int64)
         slots = np.array(
-            [0 if worker.draining else worker.max_running + extra_slots for worker in workers], dtype=np.int64
+            [
+                0 if worker.draining or not worker.max_running else worker.max_running + extra_slots
+                for worker in workers
+            ],
+            dtype=np.int64,
         )
         self.free: Ints = np.maximum(slots - in_flight, 0)
         self._tracker = tracker

@@ -61,7 +61,7 @@ def make_predictor(choice: str | Predictor | None, seed: int = 0) -> Predictor |
         from moe_opt.cluster.predictors.learned import LearnedPredictor  # needs scikit-learn
 
         return LearnedPredictor(seed=seed)
-    if isinstance(choice, Predictor):
+    if isinstance(choice, Predictor) and not isinstance(choice, type):
         return choice
     raise ConfigError(
         f"unknown predictor {choice!r}; choose one of: {', '.join(PREDICTOR_NAMES)}, "

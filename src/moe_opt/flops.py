@@ -65,15 +65,13 @@ class FlopsModel:
 
         Args:
             config: a Transformers config, a dict with the same keys, or the path of a `config.json` (or its
-            folder).
-                Keys that are missing have the family's default.
+                folder). Keys that are missing have the family's default.
             weight_bytes: bytes per parameter; by default from `dtype` (2 without it) and fp8 quantisation.
             expert_weight_bytes: the same for routed experts; by default also from mxfp4 quantisation.
             kv_value_bytes: bytes per cached element; by default from `dtype`.
             mla_cache: "latent" caches the compressed vector of DeepSeek's attention and expands the keys and
-            values of
-                cached tokens in every forward pass; "expanded" caches them expanded. Other families ignore
-                it.
+                values of cached tokens in every forward pass; "expanded" caches them expanded. Other families
+                ignore it.
 
         Raises:
             UnsupportedModelError: a family that is not in `FAMILIES`.

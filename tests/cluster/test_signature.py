@@ -187,7 +187,8 @@ def test_the_fewest_prompts_that_will_do(workers):
 
 def test_decode_that_is_the_same_for_all_gives_rho_0():
     prefill, decode, _ = planted(12, 2, 4)
-    assert SignatureModel.fit(prefill, np.ones_like(decode), 2).rho == 0.0
+    model = SignatureModel.fit(prefill, np.ones_like(decode), 2)
+    assert (model.rho, model.layers) == (0.0, (0, 1))
 
 
 def test_inputs_are_left_alone(fitted):

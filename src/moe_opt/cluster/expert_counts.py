@@ -13,9 +13,7 @@ Ints = NDArray[np.integer]
 WEIGHTINGS = ("count", "count-idf", "log-count", "binary")
 
 
-def check_counts(
-    values: ArrayLike, name: str, ndim: tuple[int, ...], shape: tuple[int, ...] | None = None
-) -> Floats:
+def check_counts(values: ArrayLike, name: str, ndim: tuple[int, ...], shape: tuple[int, ...] | None = None) -> Floats:
     """`values` as a float array of finite numbers >= 0, or a `ConfigError` that says what is wrong with them.
 
     Args:
@@ -53,9 +51,7 @@ def count_experts(experts: ArrayLike, num_experts: int) -> NDArray[np.int64]:
     """
     chosen = np.asarray(experts)
     if chosen.ndim != 3 or not np.issubdtype(chosen.dtype, np.integer):
-        raise ConfigError(
-            f"experts must be whole numbers [tokens, layers, k], got {chosen.dtype} {list(chosen.shape)}"
-        )
+        raise ConfigError(f"experts must be whole numbers [tokens, layers, k], got {chosen.dtype} {list(chosen.shape)}")
     if chosen.size and not (chosen.min() >= -1 and chosen.max() < num_experts):
         raise ConfigError(f"experts must lie in 0 ... {num_experts - 1} (or be -1 for none)")
     layer = np.arange(chosen.shape[1])[None, :, None]

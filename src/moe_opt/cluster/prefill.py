@@ -34,7 +34,8 @@ def saturation_from_transfers(peak_flops: float, transfer_seconds: Iterable[floa
     Args:
         peak_flops: FLOP/s of one worker at the deployed precision.
         transfer_seconds: per layer, the time of its slowest expert transfer (AllGather, or PCIe where
-        offloaded). kappa: safety margin.
+            offloaded).
+        kappa: safety margin.
     """
     times = [float(seconds) for seconds in transfer_seconds]
     if not peak_flops > 0 or not kappa > 0 or any(not (0 <= seconds < math.inf) for seconds in times):
@@ -50,8 +51,7 @@ def saturation_from_calibration(
     Args:
         reference_flops: F_ref, FLOPs of one forward pass at the largest batch.
         layer_seconds: measured time of each MoE layer in that pass; the first, T_0, is the one whose experts
-        are
-            replicated on every worker, so that its time is compute alone. Empty: not calibrated yet.
+            are replicated on every worker, so that its time is compute alone. Empty: not calibrated yet.
         kappa: safety margin.
     """
     if not reference_flops > 0 or not kappa > 0 or any(not (0 < s < math.inf) for s in layer_seconds):
@@ -85,12 +85,10 @@ class PrefillScheduler:
     best match by the same rule. What is not assigned stays with the caller, who asks again.
 
     Args:
-        cost: FLOPs of `suffix_tokens` on top of `cached_tokens`. Eq. 2 splits the suffix in two,
-            flops(p - c | c) + flops(s | p): with additive attention FLOPs that is flops(p - c + s | c), one
-            call.
+        cost: FLOPs of `suffix_tokens` on top of `cached_tokens`. Eq. 2 splits the suffix in two, flops(p - c
+            | c) + flops(s | p): with additive attention FLOPs that is flops(p - c + s | c), one call.
         saturation: C in the unit of `cost`: `saturation_from_transfers`, `saturation_from_calibration`, or a
-        number
-            that the operator pins; infinity never closes a worker.
+            number that the operator pins; infinity never closes a worker.
         block_tokens: tokens per entry of `Request.block_hashes`.
 
     Raises:

@@ -41,7 +41,7 @@ class ShortestPrefillScheduler(PrefillScheduler):
         saturation: as there.
         block_tokens: as there.
         aging: FLOPs that a second of waiting takes off a request's estimate, so that long prompts are not
-        starved.
+            starved.
 
     Raises:
         ConfigError: as there, or a negative aging.

@@ -87,8 +87,8 @@ class SignatureModel:
 
         Args:
             prefill_counts: `[N, L, E]`, tokens of prompt n that layer l sent to expert e (top-k choices).
-            decode_probs: `[N, L, E]`, probability that a decode token of prompt n activates the expert.
-                Any positive scale will do: only directions are compared.
+            decode_probs: `[N, L, E]`, probability that a decode token of prompt n activates the expert. Any
+                positive scale will do: only directions are compared.
             num_workers: K, decode workers; one centroid each.
             seed: of pair sampling, folds and K-means. The same arguments give the same model.
             weighting: "auto" takes the better of count and count x IDF by rho on held-out prompts.

@@ -112,8 +112,11 @@ class LayerOrder:
     rho: Floats  # [L]: rho of order[: n + 1]
 
     def best(self) -> tuple[Ints, float]:
-        """The prefix of highest rho (the shortest one on a tie), layers ascending, and that rho."""
-        length = int(np.argmax(self.rho)) + 1
+        """The prefix of highest rho (the shortest one on a tie), layers ascending, and that rho.
+
+        All layers where no prefix has a positive rho: nothing speaks for one layer rather than another then.
+        """
+        length = int(np.argmax(self.rho)) + 1 if self.rho.max() > 0 else len(self.rho)
         return np.sort(self.order[:length]), float(self.rho[length - 1])
 
 

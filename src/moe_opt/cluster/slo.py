@@ -25,8 +25,7 @@ class LatencyController:
         shrink_ratio: the threshold is multiplied by it above `slo` (0.8 in the paper).
         window: seconds that a latency counts for (2 in the paper).
         period: `update` changes nothing within this many seconds of its last decision; 0 leaves the pace to
-        the
-            caller. The paper's authors decide every 5 s.
+            the caller. The paper's authors decide every 5 s.
 
     The threshold starts at 1 (no brownout) and stays in [0, 1]. Only latencies seen under the current
     threshold count: those from before the last change say nothing about it. With none there is nothing to

@@ -33,8 +33,7 @@ class EldrPolicy(Policy):
 
     Args:
         signature_model: from `SignatureModel.fit` or `.load`; its token table, if it has one, gives
-        signatures to
-            requests that bring `token_ids` but no signature.
+            signatures to requests that bring `token_ids` but no signature.
         tau: width of the band in cosine, 0.1 in the paper.
 
     Raises:

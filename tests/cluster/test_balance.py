@@ -62,8 +62,10 @@ class TestWorkedExamples:
 
     def test_one_worker_is_first_come_first_served(self):
         for name in ("br-0", "br-h"):
-            assignments = make_policy(name).assign(queue(500, 3, 70), [Worker("w", 2)], 0.0)
-            assert [a.request_id for a in assignments] == ["r0", "r1"], name
+            for pool_bound in (1, 5):  # Stage 1 and then 2, or Stage 2 from the start
+                policy = make_policy(name, pool_bound=pool_bound)
+                assignments = policy.assign(queue(500, 3, 70), [Worker("w", 2)], 0.0)
+                assert [a.request_id for a in assignments] == ["r0", "r1"], (name, pool_bound)
 
     def test_a_subset_larger_than_the_window_is_the_window(self):
         workers = loaded(1000, 10, free=0)

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 Floats = NDArray[np.float64]
 
-# Below this many subsets a table of all of them is faster than the bit-set (0.1 ms against 0.3 ms at the
-# limit).
+# Up to this many subsets a table of all of them is faster than the bit-set: 10 against 34 us for the default
+# 162 subsets of 4 out of 8, 52 against 83 us at the limit, 776 against 84 us for 39,202.
 ENUMERATION_LIMIT = 8192
 
 # Slopes within this share of the gain are zero: the discounts are summed in another order on either side.
@@ -32,8 +32,8 @@ class AdmissionScore:
     __slots__ = ("_beta", "_gain", "_margins", "_weights", "flat_until", "peak")
 
     def __init__(self, margins: Floats, weights: Floats, gain: float, beta: float):
-        """``margins`` [H + 1] in tokens, ``weights`` [H + 1] gamma^h, ``gain`` alpha times their sum, above
-        0."""
+        """``margins`` [H + 1] in tokens; ``weights`` [H + 1], gamma^h; ``gain`` > 0, alpha times their
+        sum."""
         self._margins = margins
         self._weights = weights
         self._beta = beta

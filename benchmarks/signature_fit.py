@@ -19,7 +19,7 @@ import numpy as np
 from common import write_result
 
 from moe_opt.cluster import Request, RunningRequest, Worker
-from moe_opt.cluster.expert_counts import count_experts
+from moe_opt.cluster.expert_counts import count_experts, split_sequences
 from moe_opt.cluster.policies.locality import EldrPolicy
 from moe_opt.cluster.signature import SignatureModel
 from moe_opt.cluster.token_table import TokenTable
@@ -92,16 +92,9 @@ def measure_decision(repeats: int) -> list[dict[str, Any]]:
 def esft_prompts(data: Path) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """First half of each published sequence as prefill, the rest as decode: [161, 26, 64] twice, and the task."""
     arrays = np.load(data / "routing" / "esft_dsv2lite_token_routing.npz")
-    prefill, decode, tasks = [], [], []
-    for number, task in enumerate(ESFT_TASKS):
-        experts, sequence = arrays[f"{task}_ids"], arrays[f"{task}_seq"]
-        for one in np.unique(sequence):
-            tokens = experts[sequence == one]
-            half = len(tokens) // 2
-            prefill.append(count_experts(tokens[:half], 64))
-            decode.append(count_experts(tokens[half:], 64) / (len(tokens) - half))
-            tasks.append(number)
-    return np.stack(prefill), np.stack(decode), np.array(tasks)
+    parts = [split_sequences(arrays[f"{task}_ids"], arrays[f"{task}_seq"], 64) for task in ESFT_TASKS]
+    tasks = np.repeat(np.arange(len(parts)), [len(counts) for counts, _ in parts])
+    return np.concatenate([p for p, _ in parts]), np.concatenate([d for _, d in parts]), tasks
 
 
 def active_experts(decode: np.ndarray, groups: np.ndarray, batch: int = 8, draws: int = 400) -> float:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from moe_opt.cluster import Request, Worker, make_policy
-from moe_opt.cluster.expert_counts import count_experts
+from moe_opt.cluster.expert_counts import split_sequences
 from moe_opt.cluster.signature import SignatureModel
 
 WORKERS = 4
@@ -29,16 +29,10 @@ def planted() -> tuple[np.ndarray, np.ndarray, list[str]]:
 def from_esft(path: str) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """First half of each published sequence as prefill, the rest as decode."""
     arrays = np.load(path)
-    prefill, decode, names = [], [], []
-    for task in ("intent", "law", "summary", "translation"):
-        experts, sequence = arrays[f"{task}_ids"], arrays[f"{task}_seq"]
-        for number in np.unique(sequence):
-            tokens = experts[sequence == number]
-            half = len(tokens) // 2
-            prefill.append(count_experts(tokens[:half], 64))
-            decode.append(count_experts(tokens[half:], 64) / (len(tokens) - half))
-            names.append(task)
-    return np.stack(prefill), np.stack(decode), names
+    tasks = ("intent", "law", "summary", "translation")
+    parts = [split_sequences(arrays[f"{task}_ids"], arrays[f"{task}_seq"], num_experts=64) for task in tasks]
+    names = [task for task, (counts, _) in zip(tasks, parts, strict=True) for _ in counts]
+    return np.concatenate([p for p, _ in parts]), np.concatenate([d for _, d in parts]), names
 
 
 prefill, decode, kinds = from_esft(sys.argv[1]) if len(sys.argv) > 1 else planted()

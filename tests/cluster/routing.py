@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from moe_opt.cluster.expert_counts import count_experts
+from moe_opt.cluster.expert_counts import split_sequences
 
 
 def planted(prompts: int = 120, layers: int = 6, experts: int = 16, domains: int = 4, seed: int = 0, tokens: int = 200):
@@ -31,13 +31,7 @@ def esft_prompts(data_dir: Path):
         prefill counts [161, 26, 64], decode probabilities, task names.
     """
     arrays = np.load(data_dir / "routing" / "esft_dsv2lite_token_routing.npz")
-    prefill, decode, tasks = [], [], []
-    for task in ("intent", "law", "summary", "translation"):
-        experts, sequence = arrays[f"{task}_ids"], arrays[f"{task}_seq"]
-        for number in np.unique(sequence):
-            tokens = experts[sequence == number]
-            half = len(tokens) // 2
-            prefill.append(count_experts(tokens[:half], 64))
-            decode.append(count_experts(tokens[half:], 64) / (len(tokens) - half))
-            tasks.append(task)
-    return np.stack(prefill), np.stack(decode), tasks
+    names = ("intent", "law", "summary", "translation")
+    parts = [split_sequences(arrays[f"{name}_ids"], arrays[f"{name}_seq"], 64) for name in names]
+    tasks = [name for name, (counts, _) in zip(names, parts, strict=True) for _ in counts]
+    return np.concatenate([p for p, _ in parts]), np.concatenate([d for _, d in parts]), tasks

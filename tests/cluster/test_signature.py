@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from routing import esft_prompts, planted
 from scipy.stats import spearmanr
 
-from moe_opt.cluster.expert_counts import count_experts, idf
+from moe_opt.cluster.expert_counts import count_experts, idf, split_sequences
 from moe_opt.cluster.signature import SignatureModel
 from moe_opt.cluster.signature_rho import PairGram, greedy_layers, ranks, sample_pairs, spearman
 from moe_opt.errors import ConfigError
@@ -306,6 +306,16 @@ def test_count_experts_by_counting(tokens):
     for layer in range(3):
         for expert in range(5):
             assert counts[layer, expert] == (experts[:, layer] == expert).sum()
+
+
+def test_split_sequences_by_hand():
+    experts = np.array([[[0]], [[1]], [[1]], [[2]], [[2]], [[0]]])
+    prefill, decode = split_sequences(experts, [7, 7, 7, 3, 3, 9], 3)
+    assert prefill[:, 0].tolist() == [[0, 0, 1], [1, 0, 0]]  # sequences 3 and 7; 9 has no decode
+    assert decode[:, 0].tolist() == [[0.0, 0.0, 1.0], [0.0, 1.0, 0.0]]
+    for arguments in ((experts, [1, 2], 3), (experts, range(6), 3), (experts, [7] * 6, 3, 1.0), (experts, [7] * 6, 2)):
+        with pytest.raises(ConfigError):
+            split_sequences(*arguments)
 
 
 def test_count_experts_refuses():

@@ -60,6 +60,42 @@ def count_experts(experts: ArrayLike, num_experts: int) -> NDArray[np.int64]:
     return counts.reshape(chosen.shape[1], num_experts + 1)[:, 1:]
 
 
+def split_sequences(
+    experts: ArrayLike, sequence: ArrayLike, num_experts: int, prefill_share: float = 0.5
+) -> tuple[NDArray[np.int64], Floats]:
+    """Calibration data from recorded routing: the first part of each sequence as prefill, the rest as decode.
+
+    Args:
+        experts: int `[T, L, k]`, the experts of each token; -1 is none.
+        sequence: int `[T]`, the number of the sequence a token belongs to.
+        num_experts: E.
+        prefill_share: part of a sequence's tokens that counts as its prompt, rounded down, at least one token.
+
+    Returns:
+        Prefill counts int64 `[N, L, E]` and decode probabilities float64 `[N, L, E]`, sequences in ascending order.
+        Sequences of one token are left out: they have no decode.
+
+    Raises:
+        ConfigError: wrong shapes, an expert that does not exist, a share outside (0, 1), no sequence of two tokens.
+    """
+    chosen, numbers = np.asarray(experts), np.asarray(sequence)
+    if numbers.shape != chosen.shape[:1]:
+        raise ConfigError(f"sequence must have one number per token, got {list(numbers.shape)} for {len(chosen)}")
+    if not 0 < prefill_share < 1:
+        raise ConfigError(f"prefill_share must lie between 0 and 1, got {prefill_share!r}")
+    prefill, decode = [], []
+    for number in np.unique(numbers):
+        tokens = chosen[numbers == number]
+        if len(tokens) < 2:
+            continue
+        cut = max(1, int(prefill_share * len(tokens)))
+        prefill.append(count_experts(tokens[:cut], num_experts))
+        decode.append(count_experts(tokens[cut:], num_experts) / (len(tokens) - cut))
+    if not prefill:
+        raise ConfigError("no sequence has two tokens: nothing to split into prefill and decode")
+    return np.stack(prefill), np.stack(decode)
+
+
 def idf(counts: Floats) -> Floats:
     """w(l, e) = log((|C| + 1) / (df(l, e) + 1)) `[L, E]` of calibration counts `[N, L, E]` (ELDR, step 2).
 

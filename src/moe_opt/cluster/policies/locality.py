@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from itertools import islice
 
 import numpy as np
 
@@ -79,12 +80,14 @@ class EldrPolicy(Policy):
             return []
         queue = in_arrival_order(waiting, workers)
         assignments: list[Assignment] = []
-        begin = 0
-        while begin < len(queue) and fleet.open:
-            # No more signatures than there are slots: a deep queue is asked again at every tick.
+        left = iter(queue)
+        while fleet.open:
+            # No more signatures than there are slots, and none for what fits nowhere: a deep queue is asked
+            # again at every tick.
             size = min(_BATCH, max(_MIN_BATCH, sum(fleet.free)))
-            batch = queue[begin : begin + size]
-            begin += size
+            batch = list(islice((r for r in left if r.prompt_tokens <= fleet.roomiest), size))
+            if not batch:
+                break
             for request, row in zip(batch, self.similarities(batch, workers).tolist(), strict=True):
                 fitting = fleet.fitting(request)
                 if fitting:

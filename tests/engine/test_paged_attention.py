@@ -141,7 +141,7 @@ def test_a_shared_run_is_read_once_for_all_that_share_it() -> None:
     backend = RunsAttention()
     spans = [Span(row, 1, 12, [0, 1, 4 + row], [(0, 8), (16 + 4 * row, 4)]) for row in range(3)]
     backend.begin(spans, torch.arange(3))
-    plan = backend._plan(None)
+    plan = backend._plan(None, 64)
     assert [(piece.first, piece.tokens, piece.rows) for piece in plan.pieces] == [
         (0, 8, [0, 1, 2]), (16, 4, [0]), (20, 4, [1]), (24, 4, [2]),
     ]  # fmt: skip

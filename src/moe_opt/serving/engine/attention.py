@@ -49,8 +49,13 @@ class Span:
 
 @dataclasses.dataclass(slots=True)
 class LayerKV:
-    """One attention layer's part of the pool. `keys`, `values`: [slots, kv_heads, head_dim]; values that are narrower
-    than keys (MLA) are padded to the keys' width. `window`: how far back it sees, None for everything."""
+    """One attention layer's part of the pool.
+
+    Attributes:
+        keys, values: [slots, kv_heads, head_dim], in memory by head or by slot as the backend likes it; values that
+            are narrower than keys (MLA) are padded to the keys' width, `value_dim` is their own.
+        window: how many positions back it sees, its own included; None for all.
+    """
 
     index: int
     keys: torch.Tensor
@@ -61,7 +66,10 @@ class LayerKV:
 
 
 class AttentionBackend(Protocol):
-    """Attention of one step. `begin` is called once per step, `attend` once per layer."""
+    """Attention of one step. `begin` is called once per step, `attend` once per layer. `by_head`: memory order of the
+    pool, heads outermost or slots outermost."""
+
+    by_head: bool
 
     def begin(self, spans: Sequence[Span], slots: torch.Tensor) -> None:
         """spans: in row order and without gaps. slots: int64 [T], where each new token's KV goes."""
@@ -144,11 +152,18 @@ class _Piece:
 
 @dataclasses.dataclass(slots=True)
 class _DecodePlan:
-    """How a step's single-token spans read the pool. `shared`: whether any row has more than one piece."""
+    """How a step's single-token spans read the pool.
+
+    Attributes:
+        gathered: (row, slots) of sequences in too many pieces. simple: every row is one piece of its own; then `order`
+            has the rows by place in the pool and `cuts` the lengths of gap, piece, gap, piece, ..., rest.
+    """
 
     pieces: list[_Piece]
-    gathered: list[tuple[int, torch.Tensor]]  # (row, slots) of sequences in too many pieces
-    shared: bool
+    gathered: list[tuple[int, torch.Tensor]]
+    simple: bool
+    order: list[int]
+    cuts: list[int]
 
 
 _flash = torch._scaled_dot_product_flash_attention_for_cpu  # (out, logsumexp), heads may share keys
@@ -157,6 +172,8 @@ _flash = torch._scaled_dot_product_flash_attention_for_cpu  # (out, logsumexp), 
 class RunsAttention:
     """Reads runs of neighbouring slots in place, one kernel call per run and layer; partial results of one row are
     merged by their log-sum-exp. Work depends on a sequence's own length alone."""
+
+    by_head = True  # one head's keys lie in a row: 15 % faster to read than with the other heads' in between
 
     def __init__(self) -> None:
         self._singles: list[Span] = []
@@ -200,25 +217,17 @@ class RunsAttention:
         grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim)  # heads that share keys become rows of a matrix
         plan = self._plans.get(layer.window)
         if plan is None:
-            plan = self._plans[layer.window] = self._plan(layer.window)
-        stride = kv_heads * dim
-        strides = (0, dim, stride, 1)
-        keys, values = layer.keys, layer.values
-        if not plan.shared and not plan.gathered and sinks is None:
-            outs = []
-            for piece in plan.pieces:
-                shape, offset = (1, kv_heads, piece.tokens, dim), piece.first * stride
-                row = piece.rows[0]
-                outs.append(
-                    _flash(
-                        grouped[row : row + 1],
-                        keys.as_strided(shape, strides, offset),
-                        values.as_strided(shape, strides, offset),
-                        scale=scale,
-                    )[0]
-                )
-            return torch.cat(outs).reshape(rows, heads, dim)
-        return self._decode_in_pieces(layer, plan, grouped, scale, sinks)
+            plan = self._plans[layer.window] = self._plan(layer.window, layer.keys.shape[0])
+        if not plan.simple or sinks is not None:
+            return self._decode_in_pieces(layer, plan, grouped, scale, sinks)
+        # All views are cut in one call each: made one by one they cost a tenth of a step.
+        queries = grouped.split(1)
+        keys = layer.keys.transpose(0, 1).unsqueeze(0).split(plan.cuts, 2)[1::2]
+        values = layer.values.transpose(0, 1).unsqueeze(0).split(plan.cuts, 2)[1::2]
+        outs = list(queries)
+        for row, key, value in zip(plan.order, keys, values, strict=True):
+            outs[row] = _flash(queries[row], key, value, scale=scale)[0]
+        return torch.cat(outs).reshape(rows, heads, dim)
 
     def _decode_in_pieces(
         self, layer: LayerKV, plan: _DecodePlan, grouped: torch.Tensor, scale: float, sinks: torch.Tensor | None
@@ -246,21 +255,24 @@ class RunsAttention:
             result = with_sinks(result, lse, sinks.view(1, kv_heads, group))
         return result.reshape(rows, kv_heads * group, dim)
 
-    def _plan(self, window: int | None) -> _DecodePlan:
+    def _plan(self, window: int | None, slots: int) -> _DecodePlan:
         pieces: dict[tuple[int, int], _Piece] = {}
         gathered = []
-        shared = False
         for row, span in enumerate(self._singles):
             runs = _visible(span, span.length - window if window is not None else 0)
             if len(runs) > _MAX_RUNS:
                 gathered.append((row, _slots_of(runs)))
                 continue
-            shared = shared or len(runs) > 1
             for first, tokens in runs:
-                piece = pieces.setdefault((first, tokens), _Piece(first, tokens, []))
-                piece.rows.append(row)
-                shared = shared or len(piece.rows) > 1
-        return _DecodePlan(list(pieces.values()), gathered, shared)
+                pieces.setdefault((first, tokens), _Piece(first, tokens, [])).rows.append(row)
+        in_order = sorted(pieces.values(), key=lambda piece: piece.first)
+        cuts, at = [], 0
+        for piece in in_order:
+            cuts += [piece.first - at, piece.tokens]
+            at = piece.first + piece.tokens
+        order = [row for piece in in_order for row in piece.rows]
+        simple = sorted(order) == list(range(len(self._singles))) == list(range(len(in_order))) and min(cuts) >= 0
+        return _DecodePlan(list(pieces.values()), gathered, simple, order, [*cuts, slots - at])
 
     # ------------------------------------------------------------- several tokens of one sequence
 
@@ -334,6 +346,8 @@ def _merge(parts: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Te
 class GatherAttention:
     """Copies each sequence's keys and values together, padded to the longest of its kind (single tokens, chunks), and
     attends in plain torch. The reference of the others, and the fallback where they do not run."""
+
+    by_head = False
 
     def __init__(self, device: torch.device, page_size: int) -> None:
         self._device = device

@@ -148,10 +148,13 @@ def make_pool(layers: list[LayerShape], slots: int, backend: AttentionBackend) -
     """Allocate keys and values, [slots, kv_heads, dim] per layer, and hand each attention module its part."""
     pool = []
     for index, shape in enumerate(layers):
-        size = (slots, shape.kv_heads, shape.key_dim)
+        size = [slots, shape.kv_heads]
+        if backend.by_head:
+            size.reverse()
         # zeros, not empty: a slot never written is still multiplied by a weight of 0, and 0 times NaN is NaN
-        keys = torch.zeros(size, dtype=shape.dtype, device=shape.device)
-        values = torch.zeros(size, dtype=shape.dtype, device=shape.device)
+        keys, values = (torch.zeros(*size, shape.key_dim, dtype=shape.dtype, device=shape.device) for _ in range(2))
+        if backend.by_head:
+            keys, values = keys.transpose(0, 1), values.transpose(0, 1)
         layer = LayerKV(index, keys, values, shape.value_dim, shape.window, backend)
         shape.module.__dict__[LAYER_ATTRIBUTE] = layer
         pool.append(layer)

@@ -19,6 +19,7 @@ from moe_opt.serving.engine.types import SamplingParams
 if TYPE_CHECKING:
     from moe_opt.serving.engine.grammar import GrammarState
 
+_FEW = 128  # tokens that top-p looks at before it sorts a whole row
 _WATERMARK_GAMMA = 0.5
 _WATERMARK_DELTA = 2.0
 _WATERMARK_KEY = 15485863  # TGI's hash key
@@ -77,7 +78,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
     raw = logits.float()
     normaliser = raw.logsumexp(-1)
     scores = _shape(raw, rows)
-    tokens = scores.argmax(-1)
+    tokens = _argmax(scores)
     sampling = [index for index, row in enumerate(rows) if row.params.do_sample]
     if sampling:
         chosen = torch.as_tensor(sampling, device=raw.device)
@@ -97,6 +98,13 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
             count = row.params.top_n_tokens
             top[index] = (ids[:count], values[index][:count])
     return Sampled(tokens.tolist(), logprobs.tolist(), top, finite.tolist())
+
+
+def _argmax(scores: torch.Tensor) -> torch.Tensor:
+    """int64 [N], the first of equals. On a CPU by NumPy, whose argmax is 25 times as fast as torch's there."""
+    if scores.device.type == "cpu":
+        return torch.from_numpy(scores.numpy().argmax(-1))
+    return scores.argmax(-1)
 
 
 def _shape(raw: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
@@ -146,8 +154,11 @@ def _warp(scores: torch.Tensor, rows: Sequence[SampleRow]) -> torch.Tensor:
         scores = _top_k(scores, [p.top_k or scores.shape[1] for p in params])
     if any(p.top_p is not None and p.top_p < 1 for p in params):
         scores = _top_p(scores, [1.0 if p.top_p is None else p.top_p for p in params])
-    if any(p.typical_p is not None and p.typical_p < 1 for p in params):
-        scores = _typical_p(scores, [1.0 if p.typical_p is None else p.typical_p for p in params])
+    typical = [index for index, p in enumerate(params) if p.typical_p is not None and p.typical_p < 1]
+    if typical:
+        chosen = torch.as_tensor(typical, device=scores.device)
+        part = _typical_p(scores.index_select(0, chosen), [params[index].typical_p or 1.0 for index in typical])
+        scores = scores.index_copy(0, chosen, part)
     return scores
 
 
@@ -164,13 +175,29 @@ def _top_k(scores: torch.Tensor, ks: list[int]) -> torch.Tensor:
 
 
 def _top_p(scores: torch.Tensor, ps: list[float]) -> torch.Tensor:
-    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
-    probs = ordered.softmax(-1)
-    before = probs.cumsum(-1) - probs
+    """Keep the smallest set of best tokens that holds probability p. Most sets are small, so the best few are looked
+    at first; only rows that need more are sorted in full."""
     limit = _column([p if p < 1 else 2.0 for p in ps], scores)
-    drop = before >= limit
-    drop[:, 0] = False
-    return scores.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), float("-inf"))
+    normaliser = scores.logsumexp(-1, keepdim=True)
+    few = min(_FEW, scores.shape[1])
+    best = scores.topk(few, dim=-1).values
+    probs = (best - normaliser).exp()
+    lowest, enough = _lowest_kept(best, probs, limit)
+    rest = [index for index, (done, p) in enumerate(zip(enough.tolist(), ps, strict=True)) if not done and p < 1]
+    if rest:
+        chosen = torch.as_tensor(rest, device=scores.device)
+        ordered = scores[chosen].sort(dim=-1, descending=True).values
+        probs = (ordered - normaliser[chosen]).exp()
+        lowest[chosen] = _lowest_kept(ordered, probs, limit[chosen])[0]
+    keeps_all = torch.as_tensor([p >= 1 for p in ps], device=scores.device).unsqueeze(1)
+    return scores.masked_fill((scores < lowest) & ~keeps_all, float("-inf"))
+
+
+def _lowest_kept(ordered: torch.Tensor, probs: torch.Tensor, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(lowest score kept [N, 1], whether the limit was reached [N]) of scores in descending order."""
+    before = probs.cumsum(-1) - probs
+    kept = (before < limit).sum(-1, keepdim=True).clamp_min(1)
+    return ordered.gather(1, kept - 1), kept.squeeze(1) < ordered.shape[1]
 
 
 def _typical_p(scores: torch.Tensor, ps: list[float]) -> torch.Tensor:
@@ -182,8 +209,7 @@ def _typical_p(scores: torch.Tensor, ps: list[float]) -> torch.Tensor:
     _, order = distance.sort(dim=-1, stable=True)
     in_order = probs.gather(1, order)
     before = in_order.cumsum(-1) - in_order
-    limit = _column([p if p < 1 else 2.0 for p in ps], scores)
-    drop = before >= limit
+    drop = before >= _column(ps, scores)
     drop[:, 0] = False
     return scores.masked_fill(torch.zeros_like(drop).scatter_(1, order, drop), float("-inf"))
 

@@ -73,6 +73,15 @@ class TestWorkedExamples:
         policy = make_policy("br-0", candidates=2, subset_size=8, pool_bound=8)
         assert policy.assign(queue(5, 6, 7), workers, 0.0)[:2] == [("r0", "w1"), ("r1", "w1")]
 
+    def test_the_subset_size_limits_one_admission(self):
+        """A margin of 100: 50 + 50 fill it together, but one at a time the 60 goes first."""
+        workers = loaded(100, 0, free=0)
+        workers[1].max_running = 3
+        for subset_size, first in ((1, ["r2"]), (2, ["r0", "r1"])):
+            policy = make_policy("br-0", subset_size=subset_size, pool_bound=9)
+            assignments = policy.assign(queue(50, 50, 60), workers, 0.0)
+            assert [a.request_id for a in assignments[: len(first)]] == first
+
     def test_huge_loads_stay_exact(self):
         workers = loaded(3_000_000_000, 0, free=0)
         workers[1].max_running = 5
@@ -154,7 +163,7 @@ def test_br_h_without_lookahead_is_br_0(case, pool_bound):
 
 
 @RELAXED
-@given(case=fleets(), horizon=st.integers(0, 50))
+@given(case=fleets(), horizon=st.sampled_from([0, 1, 3, 47, 48, 49, 60]))
 def test_projected_loads_are_those_of_plain_code(case, horizon):
     _, workers = case
     loads = Projection(workers, horizon).loads

@@ -22,7 +22,8 @@ Floats = NDArray[np.float64]
 # 162 subsets of 4 out of 8, 52 against 83 us at the limit, 776 against 84 us for 39,202.
 ENUMERATION_LIMIT = 8192
 
-# Slopes within this share of the gain are zero: the discounts are summed in another order on either side.
+# Slopes and scores within this share of the gain are zero: the discounts are summed in another order
+# elsewhere.
 ROUNDING = 1e-12
 
 
@@ -52,8 +53,9 @@ class AdmissionScore:
             self.flat_until = float(margins[order[first]]) if first < len(margins) else inf
 
     def __call__(self, load: float) -> float:
-        overflow = np.maximum(load - self._margins, 0.0)
-        return self._gain * load - self._beta * float(self._weights @ overflow)
+        reward = self._gain * load
+        score = reward - self._beta * float(self._weights @ np.maximum(load - self._margins, 0.0))
+        return score if abs(score) > ROUNDING * reward else 0.0
 
 
 class Choice(NamedTuple):

@@ -1,0 +1,1 @@
+"""`moe-opt demo`: see a capability work on the demo model, with texts of our own."""

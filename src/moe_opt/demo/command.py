@@ -1,0 +1,26 @@
+"""`moe-opt demo STAGE`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+
+HELP = "See a capability work on the demo model, with real text in ten domains and languages."
+EXAMPLE = """moe-opt demo brownout
+moe-opt demo brownout --output out/demo --threads 4"""
+
+# stage -> module with `run(args) -> int`; the last one is what `make demo` runs
+STAGES = {
+    "brownout": "moe_opt.demo.brownout",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("stage", nargs="?", choices=list(STAGES), default="brownout", help="default: %(default)s")
+    parser.add_argument("--model", help="folder or Hub id (default: the demo model of this checkout)")
+    parser.add_argument("--output", default="out/demo", help="folder for tables and plots (default: %(default)s)")
+    parser.add_argument("--threads", type=int, help="threads of torch (default: its own choice)")
+
+
+def run(args: argparse.Namespace) -> int:
+    return int(importlib.import_module(STAGES[args.stage]).run(args))

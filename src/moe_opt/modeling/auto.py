@@ -50,7 +50,7 @@ class _MoEOptMixin:
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         check_family(self._moe_opt_base, config)
-        super().__init__(config, *args, **kwargs)
+        super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         request = _REQUEST.get() or _Request(True, None)
         settings = request.resolve(getattr(config, "moe_opt", None))
         self.__dict__[_RUNTIME] = MoERuntime(self, settings)  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ class _MoEOptMixin:
 
 
 def _new_instance(base: type) -> nn.Module:
-    cls = optimized_class(base)
+    cls: Any = optimized_class(base)
     return cls.__new__(cls)
 
 

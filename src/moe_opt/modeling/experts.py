@@ -65,7 +65,7 @@ def find_moe_layers(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return layers
 
 
-def check_family(model_class: type, config: Any) -> None:
+def check_family(model_class: Any, config: Any) -> None:
     """Refuse a class that can have no MoE layer of the interface, before any weight is read."""
     if not model_class._can_set_experts_implementation():
         raise UnsupportedModelError(_why_no_layers(model_class, config))
@@ -86,7 +86,7 @@ def _config_expert_count(config: Any) -> int:
     return max(found, default=0)
 
 
-def _why_no_layers(model_class: type, config: Any) -> str:
+def _why_no_layers(model_class: Any, config: Any) -> str:
     name = model_class.__name__
     family = getattr(config, "model_type", "unknown")
     if _config_expert_count(config) <= 1:

@@ -414,7 +414,7 @@ def _resolve_folder(
                 name,
                 revision=revision,
                 token=token,
-                cache_dir=cache_dir,
+                cache_dir=None if cache_dir is None else Path(cache_dir),
                 local_files_only=local_files_only,
                 allow_patterns=[f"*{WEIGHTS_NAME}", f"*{CONFIG_NAME}"],
             )

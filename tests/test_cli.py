@@ -32,8 +32,8 @@ def test_listing_commands_imports_no_torch():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "no/such/folder/here"], "no model config at 'no/such/folder/here'"),
-        (["demo", "brownout", "--model", "./nowhere"], "nowhere"),
+        (["inspect", "no/such/folder/here"], "no model folder at no/such/folder/here"),
+        (["demo", "brownout", "--model", "./nowhere"], "no model folder at ./nowhere"),
         (["demo", "brownout", "--threads", "0"], "--threads must be at least 1"),
     ],
 )

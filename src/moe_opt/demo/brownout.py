@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_opt.demo.model import demo_texts, find_demo_model, load_united
 from moe_opt.errors import ConfigError
+from moe_opt.modeling.source import require_source
 
 THRESHOLDS = (0.8, 0.6, 0.4, 0.2, 0.0)
 _SAMPLE_TOKENS = 24
@@ -23,6 +24,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--threads must be at least 1, got {args.threads}")
     started = time.perf_counter()
     source = find_demo_model(args.model)
+    require_source(source)
     _say("loading torch and the demo model with moe_opt=True ...")
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer

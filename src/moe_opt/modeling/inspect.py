@@ -44,7 +44,9 @@ def inspect_model(source: str, dtype: str | None = None, trust_remote_code: bool
     from transformers import AutoConfig
 
     from moe_opt.modeling.auto import MoEOptimizedForCausalLM
+    from moe_opt.modeling.source import require_source
 
+    require_source(source)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:

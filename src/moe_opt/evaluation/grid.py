@@ -45,10 +45,11 @@ class GridOptions:
     choice_batch: int = 16
     prompt: int = 32
     timing_repeats: int = 10  # 0 leaves step times out
+    timed_phases: tuple[str, ...] = PHASES
     progress: bool = True
 
     def __post_init__(self) -> None:
-        for phase in self.phases:
+        for phase in (*self.phases, *self.timed_phases):
             if phase not in PHASES:
                 raise ConfigError(f"unknown phase {phase!r}; choose one of {', '.join(PHASES)}")
         for name in ("prefill_batch", "decode_batch", "choice_batch", "prompt"):
@@ -268,7 +269,7 @@ class _Measure:
             figures |= _token_figures(rows, scores, reference)
             figures |= exact.reads[phase] if is_exact else counter.mean()
             figures["experts_read_exact"] = exact.reads[phase]["experts_read"]
-            if self.options.timing_repeats > 0:
+            if self.options.timing_repeats > 0 and phase in self.options.timed_phases:
                 figures |= {"step_time_ratio": 1.0} if is_exact else self._time(setting, phase, rows)
         if phase == "prefill" and self.choice_sets:
             found = exact.choices if is_exact else [self._choices(s) for s in self.choice_sets]

@@ -36,7 +36,7 @@ def time_step(
     Args:
         phase: "prefill" runs [B, S]; "decode" runs one token a row after a prefill of `prompt` tokens.
         use_exact, use_browned: switch the model's brownout; the model is left browned-out.
-        repeats: pairs timed, after two that are not.
+        repeats: pairs timed, after one that is not.
     """
     ids = rows.ids[:batch_size].to(model.device)
     mask = rows.attention[:batch_size]
@@ -60,12 +60,12 @@ def time_step(
         return time.perf_counter() - start
 
     exact, browned = [], []
-    for repeat in range(repeats + 2):
+    for repeat in range(repeats + 1):
         use_exact()
         first = step()
         use_browned()
         second = step()
-        if repeat >= 2:
+        if repeat >= 1:
             exact.append(first)
             browned.append(second)
     ratio = statistics.median(b / e for b, e in zip(browned, exact, strict=True))

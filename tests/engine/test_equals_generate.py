@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tiny_engines import TEN, finish_of, generated, make_engine, request, run, tokens_of
+
 from moe_opt.errors import UnsupportedModelError
 from moe_opt.serving.engine.types import FinishEvent, TokenEvent
-from tiny_engines import TEN, finish_of, generated, make_engine, request, run, tokens_of
 
 LONGEST = 16
 

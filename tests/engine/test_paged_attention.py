@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moe_opt.errors import MoEOptError
 from moe_opt.serving.engine.attention import (
     AttentionBackend,
@@ -49,7 +50,10 @@ class Scene:
         rng = random.Random(seed)
         torch.manual_seed(seed)
         lengths = [(rng.randint(1, 40), 1) for _ in range(singles)]
-        lengths += [(before + count, count) for before, count in ((rng.randint(0, 20), rng.randint(1, 15)) for _ in range(chunks))]
+        lengths += [
+            (before + count, count)
+            for before, count in ((rng.randint(0, 20), rng.randint(1, 15)) for _ in range(chunks))
+        ]
         free = list(range(12 * (singles + chunks)))
         if scattered:
             rng.shuffle(free)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from moe_opt.serving.engine.pages import PagePool, chain_hash, root_hash
 
 
@@ -68,7 +69,11 @@ def test_the_prefix_hash_depends_on_everything_before_and_on_the_salt() -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(["take", "release", "publish", "share", "room"]), st.integers(0, 9)), max_size=80))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["take", "release", "publish", "share", "room"]), st.integers(0, 9)), max_size=80
+    )
+)
 def test_no_page_is_lost_or_held_twice(actions: list[tuple[str, int]]) -> None:
     pool = PagePool(12, 2)
     held: dict[int, list[int]] = {serial: [] for serial in range(10)}

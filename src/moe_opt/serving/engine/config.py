@@ -16,7 +16,7 @@ class EngineConfig:
         max_batch_prefill_tokens: prompt tokens of one step, over all requests; longer prompts are computed in chunks.
         max_total_tokens: prompt plus generated tokens of one request; None takes the model's
             `max_position_embeddings`, at most what the pages hold.
-        max_waiting: requests that may wait; one more is refused with `OverloadedError`.
+        max_waiting: requests that may wait while `max_batch_size` run; one more is refused with `OverloadedError`.
         page_size: tokens of one KV page. kv_pages: how many; None takes them from `kv_memory`.
         kv_memory: bytes for the KV cache; None takes a tenth of the free memory on a CPU and, on CUDA, 0.85 of what is
             free after the weights, in both cases no more than `max_batch_size * max_total_tokens` needs.

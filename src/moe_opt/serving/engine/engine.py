@@ -114,8 +114,9 @@ class Engine:
         self.check_request(request)
         if request.request_id in self._sequences:
             raise InvalidRequestError(f"request id {request.request_id!r} is in use")
-        if len(self.scheduler.waiting) >= self.config.max_waiting:
-            raise OverloadedError(f"{self.config.max_waiting} requests wait already: try again later")
+        bound = self.config.max_waiting + self.config.max_batch_size
+        if len(self._sequences) >= bound:
+            raise OverloadedError(f"{bound} requests run or wait already: try again later")
         params = request.params
         if params.grammar is not None and grammar is None:
             grammar = self.grammars.compile(params.grammar)

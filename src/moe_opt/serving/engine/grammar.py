@@ -19,8 +19,9 @@ from moe_opt.serving.engine.types import GenerationError, Grammar, InvalidReques
 class GrammarState:
     """Where one sequence is in its grammar."""
 
-    def __init__(self, matcher: Any) -> None:
+    def __init__(self, matcher: Any, eos_token_ids: frozenset[int]) -> None:
         self._matcher = matcher
+        self._eos_token_ids = eos_token_ids
 
     def mask(self, scores: torch.Tensor) -> None:
         """Put -inf, in place, on what may not come next. scores: [V]."""
@@ -36,6 +37,8 @@ class GrammarState:
         Raises:
             GenerationError: the grammar does not allow it, or ran into one of llguidance's limits.
         """
+        if token in self._eos_token_ids and not self._matcher.is_accepting():
+            raise GenerationError("the grammar cannot be met: no token of this vocabulary goes on from here")
         if not self._matcher.consume_token(token):
             raise GenerationError(f"the grammar went wrong at token {token}: {_first_line(self._matcher.get_error())}")
 
@@ -84,7 +87,7 @@ class GrammarCompiler:
             raise InvalidRequestError(f"`grammar` does not compile: {_first_line(error)}") from error
         if matcher.is_error():
             raise InvalidRequestError(f"`grammar` does not compile: {_first_line(matcher.get_error())}")
-        return GrammarState(matcher)
+        return GrammarState(matcher, frozenset(self._eos_token_ids))
 
     def _tokenizer_trie(self) -> Any:
         from llguidance import hf

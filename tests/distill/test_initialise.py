@@ -116,7 +116,7 @@ def test_selected_neurons_beat_averaged_ones(layer: Any) -> None:
 def test_ridge_recovers_a_down_projection_that_explains_the_target_exactly(layer: Any) -> None:
     module, sample, _ = layer
     groups = [0] * 8
-    task = group_tasks(module, sample, groups)[0]
+    task = group_tasks(module, sample, torch.ones(len(sample.hidden)), groups)[0]
     neurons = {key: value[2].float() for key, value in to_neurons(module, expert_tensors(module)).items()}
     fired = activations(module, neurons["in"], neurons.get("in_bias"), task.hidden)
     out = fired @ neurons["down"] + neurons.get("down_bias", 0)

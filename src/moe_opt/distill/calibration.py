@@ -35,6 +35,7 @@ class LayerStatistics:
     mass: torch.Tensor  # float64 [E], sum of squared gate weights: how much an error of the expert would cost
     output_scale: float  # mean over tokens of the squared norm of the routed experts' summed output
     expert_scale: float  # mean over assignments of the squared norm of a single expert's output
+    token_weight: torch.Tensor  # float32 [T], what a squared error at each token counts in the closed forms
 
 
 Observer = Callable[[int, nn.Module, torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -91,17 +92,22 @@ def statistics(module: nn.Module, sample: LayerSample, chunk: int = 4096) -> Lay
     flat = sample.ids.reshape(-1)
     counts = torch.bincount(flat, minlength=experts).double()
     mass = torch.zeros(experts, dtype=torch.float64).scatter_add_(0, flat, sample.weights.reshape(-1).double().square())
-    total = single = 0.0
+    norms = []
+    single = 0.0
     tensors = expert_tensors(module)
     for start in range(0, len(sample.hidden), chunk):
         hidden, ids, weights = (
             part[start : start + chunk].to(device) for part in (sample.hidden, sample.ids, sample.weights)
         )
         out = per_assignment(module, tensors, hidden, ids, "grouped_mm").float()
-        total += float((out * weights.unsqueeze(-1)).sum(1).square().sum())
+        norms.append((out * weights.unsqueeze(-1)).sum(1).square().sum(-1).cpu())
         single += float(out.square().sum())
-    scales = total / max(len(sample.hidden), 1), single / max(flat.numel(), 1)
-    return LayerStatistics(counts, mass, max(scales[0], _FLOOR), max(scales[1], _FLOOR))
+    norm = torch.cat(norms)
+    scale = max(float(norm.mean()), _FLOOR)
+    # A few tokens (document starts, separators) have outputs many times larger than all others, and would be all that a
+    # sum of squares sees. The next norm layer divides by the size anyway, so errors count relative to it.
+    weight = scale / (norm + scale)
+    return LayerStatistics(counts, mass, scale, max(single / max(flat.numel(), 1), _FLOOR), weight)
 
 
 @torch.no_grad()

@@ -27,7 +27,8 @@ class GroupTask:
     """What a united expert has to reproduce: the tokens of its group at threshold 0.
 
     hidden [N, H] in the model's dtype; gate float32 [N], the group's summed gate weight; target float32 [N, H], the
-    group's gate-weighted output.
+    group's gate-weighted output. Gate and target are scaled by the root of the token's weight, so that plain sums of
+    squares weigh tokens as `LayerStatistics.token_weight` says.
     """
 
     hidden: torch.Tensor
@@ -35,7 +36,9 @@ class GroupTask:
     target: torch.Tensor
 
 
-def group_tasks(module: nn.Module, sample: LayerSample, groups: list[int]) -> list[GroupTask]:
+def group_tasks(
+    module: nn.Module, sample: LayerSample, token_weight: torch.Tensor, groups: list[int]
+) -> list[GroupTask]:
     """One task per group of a layer, on the module's device."""
     device = module.down_proj.device
     group_of = torch.tensor(groups)
@@ -47,7 +50,8 @@ def group_tasks(module: nn.Module, sample: LayerSample, groups: list[int]) -> li
             rows = mine.any(1).nonzero()[:, 0]
             hidden = sample.hidden[rows].to(device)
             ids = torch.where(mine[rows], sample.ids[rows], len(groups)).to(device)
-            weights = (sample.weights[rows] * mine[rows]).to(device)
+            share = token_weight[rows].sqrt().unsqueeze(1)
+            weights = (sample.weights[rows] * mine[rows] * share).to(device)
             target = torch.cat(
                 [
                     (
@@ -79,7 +83,7 @@ def initial_weights(
     originals = {key: value.detach().float() for key, value in to_neurons(module, expert_tensors(module)).items()}
     closed_form = ridge is not None and not module.has_post_expert_norm  # behind a norm the output is not linear
     needs_tasks = closed_form or method in ("aligned", "selection")
-    tasks = group_tasks(module, sample, groups) if needs_tasks else None
+    tasks = group_tasks(module, sample, stats.token_weight, groups) if needs_tasks else None
     united: list[Tensors] = []
     for group in range(max(groups) + 1):
         members = [expert for expert, of in enumerate(groups) if of == group]

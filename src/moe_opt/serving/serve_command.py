@@ -8,6 +8,7 @@ import sys
 from moe_opt.errors import MoEOptError
 from moe_opt.serving.launch_flags import add_arguments as add_flags
 from moe_opt.serving.launch_flags import resolve
+from moe_opt.serving.preflight import preflight
 
 HELP = "serve a MoE model over TGI's and OpenAI's HTTP API"
 EXAMPLE = """
@@ -27,9 +28,14 @@ def run(args: argparse.Namespace) -> int:
     values, warnings = resolve(args)
     for warning in warnings:
         print(f"moe-opt serve: {warning}", file=sys.stderr)
-    from moe_opt.serving.worker import serve  # only now: it loads torch and Transformers
+    sockets = preflight(values)
+    try:
+        from moe_opt.serving.worker import serve  # only now: it imports torch and Transformers
 
-    return serve(values)
+        return serve(values, sockets)
+    finally:
+        for bound in sockets:
+            bound.close()
 
 
 def launcher_main(argv: list[str] | None = None) -> int:

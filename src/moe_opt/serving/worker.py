@@ -29,10 +29,11 @@ from moe_opt.serving.api.prompts import PromptEncoder
 from moe_opt.serving.api.service import GenerationService
 from moe_opt.serving.api.state import ApiState, ModelInfo
 from moe_opt.serving.api.validation import Validator
-from moe_opt.serving.brownout_control import BrownoutControl, Objectives
+from moe_opt.serving.brownout_control import BrownoutControl
 from moe_opt.serving.engine.async_engine import AsyncEngine
 from moe_opt.serving.engine.config import EngineConfig
-from moe_opt.serving.observability import Tracer, setup_logging
+from moe_opt.serving.observability import Tracer
+from moe_opt.serving.preflight import objectives
 from moe_opt.serving.telemetry import CONTENT_TYPE, Metrics
 
 logger = logging.getLogger("moe_opt.serving")
@@ -41,42 +42,18 @@ logger = logging.getLogger("moe_opt.serving")
 _SWITCH_INTERVAL = 0.0005
 
 
-def serve(values: dict[str, Any]) -> int:
-    """Serve until SIGTERM or SIGINT. `values`: settings by key (`launch_flags.resolve`).
+def serve(values: dict[str, Any], sockets: list[socket.socket]) -> int:
+    """Serve until SIGTERM or SIGINT.
+
+    Args:
+        values: settings by key (`launch_flags.resolve`). sockets: bound ones from `preflight`: the API's, and that of
+            the metrics if they have a port of their own.
 
     Raises:
-        MoEOptError, OSError: before the first request could be answered: a setting, the model, a port in use.
+        MoEOptError, OSError: the model or united experts cannot be served.
     """
-    setup_logging(values["log_level"], values["json_output"])
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    sockets = _bind(values)
-    try:
-        return asyncio.run(_serve(values, sockets))
-    finally:
-        for bound in sockets:
-            bound.close()
-
-
-def _bind(values: dict[str, Any]) -> list[socket.socket]:
-    """Take the ports first: a port in use must not cost the minutes that a model loads."""
-    bound: list[socket.socket] = []
-    for name in ("port", "prometheus_port"):
-        if values[name] is None:
-            continue
-        family = socket.AF_INET6 if ":" in values["hostname"] else socket.AF_INET
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            sock.bind((values["hostname"], values[name]))
-        except (OSError, OverflowError) as error:
-            for other in (*bound, sock):
-                other.close()
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"cannot listen on {values['hostname']}:{values[name]} ({error}): choose another {flag}"
-            ) from error
-        bound.append(sock)
-    return bound
+    return asyncio.run(_serve(values, sockets))
 
 
 def load_model(values: dict[str, Any]) -> tuple[Any, Any]:
@@ -158,25 +135,8 @@ def _engine_config(values: dict[str, Any]) -> EngineConfig:
     )
 
 
-def _objectives(values: dict[str, Any]) -> Objectives:
-    if not 0 < values["slo_period"] <= 1:
-        raise ConfigError(f"--slo-period must be above 0 and at most 1 second, got {values['slo_period']}")
-    if not 0 < values["slo_headroom"] <= 1:
-        raise ConfigError(f"--slo-headroom must be above 0 and at most 1, got {values['slo_headroom']}")
-    objectives = Objectives(
-        ttft=values["slo_ttft"],
-        tpot=values["slo_tpot"],
-        window=values["slo_window"],
-        period=values["slo_period"],
-        headroom=values["slo_headroom"],
-    )
-    objectives.controllers()  # wrong values fail here, before the model is read
-    return objectives
-
-
 def build_state(values: dict[str, Any], model: Any, tokenizer: Any) -> ApiState:
     """Engine, control and API over a loaded model; nothing runs yet."""
-    objectives = _objectives(values)
     metrics = Metrics()
     _start_brownout(values, model)
     ways, load_united = united_sources(values, model)
@@ -187,7 +147,7 @@ def build_state(values: dict[str, Any], model: Any, tokenizer: Any) -> ApiState:
             control.on_step(report)
 
     engine = AsyncEngine(model, tokenizer, _engine_config(values), on_step=on_step)
-    control = BrownoutControl(engine, metrics, objectives, available_ways=ways, load_united=load_united)
+    control = BrownoutControl(engine, metrics, objectives(values), available_ways=ways, load_united=load_united)
     total = engine.max_total_tokens
     limits = Limits(
         max_input_tokens=values["max_input_tokens"] if values["max_input_tokens"] is not None else total - 1,
@@ -231,7 +191,6 @@ async def _serve(values: dict[str, Any], sockets: list[socket.socket]) -> int:
     loop = asyncio.get_running_loop()
     started = time.monotonic()
     logger.info("loading %s", values["model_id"])
-    _objectives(values)
     model, tokenizer = await loop.run_in_executor(None, load_model, values)
     state = build_state(values, model, tokenizer)
     await state.engine.start()

@@ -288,17 +288,25 @@ class TestComposition:
         )
         assert assignment.worker_id != f"w{nearest}"
 
-    def test_a_signature_that_comes_late_is_used(self):
+    def test_a_worker_that_nobody_wanted_is_asked_again_when_the_band_widens(self):
+        """Both requests want the nearest worker, which has one slot: the second goes on in the same call."""
         vectors = signatures(1, 11)
         nearest = int((vectors @ MODEL.centroids.T).argmax())
+        workers = [Worker(f"w{k}", 1 if k == nearest else 4) for k in range(CENTROIDS)]
+        waiting = [Request(f"r{i}", 9, arrival=float(i), signature=vectors[0]) for i in range(2)]
+        assignments = make_policy("eldr+br-0", signature_model=MODEL, tau=0.0).assign(waiting, workers, 0.0)
+        assert len(assignments) == 2
+        assert assignments[0].worker_id == f"w{nearest}" != assignments[1].worker_id
+
+    def test_a_signature_that_comes_late_is_used(self):
+        vector = next(v for v in signatures(30, 11) if (MODEL.centroids @ v).argmax() == 3)
         policy = make_policy("eldr+br-0", signature_model=MODEL, tau=0.0)
-        full = [Worker(f"w{k}", 4, draining=k > 0) for k in range(CENTROIDS)]
-        full[0].max_running = 1
-        waiting = [Request("first", 1), Request("r", 9, arrival=1.0)]
-        policy.assign(waiting, full, 0.0)
-        waiting[1].signature = vectors[0]
-        opened = [replace(worker, max_running=4, draining=False) for worker in full]
-        assert policy.assign(waiting[1:], opened, 0.0) == [("r", f"w{nearest}")]
+        workers = [Worker(f"w{k}", 1, draining=k > 0) for k in range(CENTROIDS)]
+        first, late = Request("first", 1), Request("late", 9, arrival=1.0)
+        assert policy.assign([first, late], workers, 0.0) == [("first", "w0")]
+        late.signature = vector
+        free = [Worker(f"w{k}", 4) for k in range(CENTROIDS)]
+        assert policy.assign([late], free, 1.0) == [("late", "w3")]
 
     def test_it_needs_a_model(self):
         with pytest.raises(ValueError, match="signature_model"):

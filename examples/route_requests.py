@@ -2,8 +2,8 @@
 
     python examples/route_requests.py
 
-Eight workers of eight slots decode in lockstep: every step waits for the worker with the most KV tokens. One router
-would call `policy.assign` on its live state exactly as this loop does.
+Eight workers of eight slots decode in lockstep: every step waits for the worker with the most KV tokens. A
+router calls `policy.assign` on its live state as this loop does.
 """
 
 import random

@@ -106,6 +106,23 @@ def test_what_is_wrong_is_one_line_and_exit_code_two(
     assert "Traceback" not in "".join(lines)
 
 
+def test_a_wrong_model_is_named(
+    model_dir: Path, corpus: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def last_line(model: Path, *more: str) -> str:
+        assert main(["eval", "--model", str(model), "--data", str(corpus[0]), "--split", "all", "--quiet", *more]) == 2
+        return capsys.readouterr().err.strip().splitlines()[-1]
+
+    assert "no such model folder" in last_line(tmp_path / "missing")
+    assert "no config.json" in last_line(tmp_path)
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    (bare / "config.json").write_text((model_dir / "config.json").read_text(encoding="utf-8"), encoding="utf-8")
+    assert "has no tokenizer" in last_line(bare)
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    assert "file" in last_line(model_dir, "--output", str(tmp_path / "file" / "out"))
+
+
 def test_only_held_out_texts_are_read_unless_asked(tmp_path: Path) -> None:
     texts = [f"text number {i}" for i in range(200)]
     path = tmp_path / "t.jsonl"

@@ -68,6 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.output is not None:
+        args.output.mkdir(parents=True, exist_ok=True)  # a folder that cannot be made fails before the work, not after
     results = evaluate_command(args)
     from moe_opt.report.pareto import results_markdown
 
@@ -179,8 +181,13 @@ def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> 
     """Model with `moe_opt` in eval mode, and its tokenizer.
 
     Raises:
-        ConfigError: an unknown dtype or device.
+        ConfigError: no model at a local path, no tokenizer beside it, an unknown dtype or device.
     """
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise ConfigError(f"{path} holds no model: there is no config.json in it")
+    if not folder.exists() and (folder.is_absolute() or path.startswith(".") or path.count("/") > 1):
+        raise ConfigError(f"{path}: no such model folder")
     import torch
     from transformers import AutoTokenizer
 
@@ -194,7 +201,12 @@ def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> 
         torch.empty(0, device=target)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    tokenizer = AutoTokenizer.from_pretrained(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path)
+    except ValueError as error:  # what Transformers raises for a folder without one
+        raise ConfigError(f"{path} has no tokenizer: {str(error).strip().splitlines()[0]}") from error
+    if not tokenizer("a text", add_special_tokens=False)["input_ids"]:  # what it makes of a folder without its files
+        raise ConfigError(f"{path} has no tokenizer: the one that Transformers loads knows no text")
     model = MoEOptimizedForCausalLM.from_pretrained(path, moe_opt=True, dtype=kind).to(target).eval()
     return model, tokenizer
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moe_opt.cluster.policies.subsets import (
     AdmissionScore,
     Choice,
+    SortedLoads,
     best_single,
     best_subset,
     best_subset_bitset,
@@ -68,6 +69,19 @@ def test_no_single_request_scores_higher_and_none_as_high_is_older(loads, margin
     values = [score(load, margins, *factors) for load in loads]
     assert values[found] == pytest.approx(max(values), rel=1e-9, abs=1e-6)
     assert found == loads.index(loads[found])
+
+
+@settings(max_examples=200, deadline=None)
+@given(loads=st.lists(st.integers(0, 40), min_size=1, max_size=30), margins=MARGINS, factors=FACTORS)
+def test_bisection_finds_what_the_scan_finds(loads, margins, factors):
+    array = np.array(loads, dtype=float)
+    left = SortedLoads(array)
+    positions = list(range(len(loads)))
+    while len(left):
+        best = positions[best_single(array[positions], scorer(margins, *factors))]
+        assert left.pop_best(scorer(margins, *factors)) == best
+        positions.remove(best)
+        assert left.rest() == positions
 
 
 def test_one_worker_alone_is_first_come_first_served():

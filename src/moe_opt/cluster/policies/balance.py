@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_opt.cluster.policies.base import Policy, in_arrival_order
 from moe_opt.cluster.policies.projection import Floats, Ints, Projection
-from moe_opt.cluster.policies.subsets import AdmissionScore, best_single, best_subset
+from moe_opt.cluster.policies.subsets import AdmissionScore, SortedLoads, best_single, best_subset
 from moe_opt.cluster.predictors import Predictor, make_predictor
 from moe_opt.cluster.predictors.tracker import RemainingTracker
 from moe_opt.cluster.state import Assignment, Request, Worker
@@ -100,13 +100,16 @@ class BalanceTick:
         self._places: Ints = np.arange(len(queue))
         self._slots: Ints = fleet.free.copy()  # of the workers that can still take some of what waits
         self._free_slots = int(self._slots.sum())
+        self._restricted = fleet.has_limits or band.restricts  # not every request may go anywhere
+        self._assignments: list[Assignment] = []
         self._overdue = 0  # that many queue positions have waited beyond their patience
         if settings.patience is not None:
             self._overdue = bisect_left(queue, now - settings.patience, key=attrgetter("arrival"))
 
     def run(self) -> list[Assignment]:
         """Stage 1 while slots abound, then Stage 2."""
-        assignments: list[Assignment] = []
+        if not self._restricted and not self._overdue and self._free_slots > self._pool_bound:
+            self._fill()
         while self._pending.size:
             worker = self._next_worker()
             if worker is None:
@@ -121,10 +124,22 @@ class BalanceTick:
             else:
                 size = 1 if abundant else min(self._subset_size, int(self._slots[worker]))
                 chosen = self._choose(worker, self._tokens[self._pending[places]], size)
-            worker_id = self._fleet.workers[worker].id
-            for request in self._admit(worker, [int(places[index]) for index in chosen]):
-                assignments.append(Assignment(request.id, worker_id))
-        return assignments
+            taken = [int(places[index]) for index in chosen]
+            self._admit(worker, [int(self._pending[place]) for place in taken])
+            for place in reversed(taken):
+                self._pending[1 : place + 1] = self._pending[:place]
+                self._pending = self._pending[1:]
+        return self._assignments
+
+    def _fill(self) -> None:
+        """Stage 1 where every request may go anywhere: the queue is sorted by load once, then bisected."""
+        waiting = SortedLoads(self._tokens)
+        while len(waiting) and self._free_slots > self._pool_bound:
+            worker = self._next_worker()
+            if worker is None:
+                break
+            self._admit(worker, [waiting.pop_best(self._score(worker))])
+        self._pending = np.array(waiting.rest(), dtype=np.int64)
 
     def _next_worker(self) -> int | None:
         """Head of the priority queue: most free slots, then largest margin, then first in order."""
@@ -135,35 +150,36 @@ class BalanceTick:
 
     def _eligible(self, worker: int, at_most: int | None) -> Ints:
         """Places in ``pending`` of the oldest requests that ``worker`` may take."""
-        if not (self._fleet.has_limits or self._band.restricts):
+        if not self._restricted:
             return self._places[: self._pending.size][:at_most]
         allowed = self._tokens[self._pending] <= self._fleet.room[worker]
         if self._band.restricts:
             allowed &= self._band.members(worker, self._pending)
         return np.flatnonzero(allowed)[:at_most]
 
+    def _score(self, worker: int) -> AdmissionScore:
+        return AdmissionScore(self._fleet.margins(worker), self._weights, self._gain, self._beta)
+
     def _choose(self, worker: int, loads: Floats, size: int) -> Sequence[int]:
         """Which of the candidates ``worker`` takes now: up to ``size``, at least one so that nothing
         starves."""
-        score = AdmissionScore(self._fleet.margins(worker), self._weights, self._gain, self._beta)
+        score = self._score(worker)
         if size > 1:
             best = best_subset(loads, score, size, float(self._fleet.room[worker]))
             if best is not None and best.score > 0:
                 return best.positions
         return (best_single(loads, score),)
 
-    def _admit(self, worker: int, places: list[int]) -> list[Request]:
-        positions = [int(self._pending[place]) for place in places]
+    def _admit(self, worker: int, positions: list[int]) -> None:
         requests = [self._queue[position] for position in positions]
         self._fleet.admit(worker, requests, positions)
+        worker_id = self._fleet.workers[worker].id
+        for request in requests:
+            self._assignments.append(Assignment(request.id, worker_id))
         self._set_slots(worker, int(self._fleet.free[worker]))
-        for place in reversed(places):
-            self._pending[1 : place + 1] = self._pending[:place]
-            self._pending = self._pending[1:]
         if self._band.restricts and self._band.update(worker, self._fleet):
             self._slots[:] = self._fleet.free  # those that could take nothing may take something now
             self._free_slots = int(self._slots.sum())
-        return requests
 
     def _set_slots(self, worker: int, slots: int) -> None:
         self._free_slots += slots - int(self._slots[worker])

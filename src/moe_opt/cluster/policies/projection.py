@@ -66,7 +66,7 @@ class Projection:
         )
         self.free: Ints = np.maximum(slots - in_flight, 0)
         self._tracker = tracker
-        self._newcomers: Ints = np.empty(0, dtype=np.int64)  # how many steps of the window each would be there
+        self._newcomers: list[int] = []  # how many steps of the window each would be there
         self.loads: Floats = self._project(in_flight, horizon, newcomers)
         self.envelope: Floats = self.loads.max(axis=0, initial=0.0)
         self._smallest_margins: Floats | None = None
@@ -88,7 +88,7 @@ class Projection:
             ids = list(chain.from_iterable([worker.running for worker in workers]))
             generated = np.array([request.generated for request in running], dtype=np.int64)
             steps = _steps_in_window(self._tracker.steps(ids, tokens, generated, newcomers), horizon)
-            lasting, self._newcomers = steps[: len(running)], steps[len(running) :]
+            lasting, self._newcomers = steps[: len(running)], steps[len(running) :].tolist()
         else:
             # None becomes NaN. Not known, or beyond the window: it stays.
             remaining = np.array([request.remaining for request in running], dtype=np.float64)
@@ -126,10 +126,12 @@ class Projection:
             self._tracker.admit(requests)
         load = 0
         for request, position in zip(requests, positions, strict=True):
-            tokens = request.prompt_tokens
-            load += tokens
-            lasting = self._newcomers[position] if position < len(self._newcomers) else len(row)
-            row[:lasting] += tokens + self.steps_ahead[:lasting]
+            load += request.prompt_tokens
+            if position < len(self._newcomers):
+                lasting = self._newcomers[position]
+                row[:lasting] += request.prompt_tokens + self.steps_ahead[:lasting]
+            else:
+                row += request.prompt_tokens + self.steps_ahead
         self.free[worker] -= len(requests)
         self.room[worker] -= load
         smallest = np.minimum.reduce(self.envelope - row)

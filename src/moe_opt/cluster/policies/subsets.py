@@ -8,6 +8,7 @@ this two-probe rule for BR-0, whose only kink is the peak; concavity makes it ex
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from functools import lru_cache
 from itertools import combinations
 from math import comb, inf
@@ -81,6 +82,46 @@ def best_single(loads: Floats, score: AdmissionScore) -> int:
         return right  # nothing is before it
     gain = score(float(loads[right])) - score(float(loads[left]))
     return right if gain > 0 or (gain == 0 and right < left) else left
+
+
+class SortedLoads:
+    """Loads in ascending order, the first among equals first: finds the best of a long queue by bisection."""
+
+    __slots__ = ("_loads", "_positions")
+
+    def __init__(self, loads: Floats):
+        """``loads`` [n] in tokens."""
+        order = loads.argsort(kind="stable")
+        self._loads: list[float] = loads[order].tolist()
+        self._positions: list[int] = order.tolist()
+
+    def __len__(self) -> int:
+        return len(self._loads)
+
+    def pop_best(self, score: AdmissionScore) -> int:
+        """Take out the load that `best_single` would choose; returns its position in the array."""
+        place = self._place_of_best(score)
+        del self._loads[place]
+        return self._positions.pop(place)
+
+    def rest(self) -> list[int]:
+        """Positions of the loads that are left, ascending."""
+        return sorted(self._positions)
+
+    def _place_of_best(self, score: AdmissionScore) -> int:
+        loads, positions = self._loads, self._positions
+        if score.flat_until > score.peak:
+            optimal = range(bisect_left(loads, score.peak), bisect_right(loads, score.flat_until))
+            if optimal:
+                return min(optimal, key=positions.__getitem__)
+        right = bisect_right(loads, score.peak)
+        if right == 0:
+            return 0  # all are behind the peak
+        left = bisect_left(loads, loads[right - 1])
+        if right == len(loads) or loads[left] == score.peak:
+            return left
+        gain = score(loads[right]) - score(loads[left])
+        return right if gain > 0 or (gain == 0 and positions[right] < positions[left]) else left
 
 
 def best_subset(loads: Floats, score: AdmissionScore, max_size: int, room: float = inf) -> Choice | None:

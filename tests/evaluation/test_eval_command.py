@@ -9,7 +9,6 @@ import pytest
 
 from moe_opt.cli import main
 from moe_opt.errors import ConfigError
-from moe_opt.evaluation.command import write_results
 from moe_opt.evaluation.texts import is_held_out, read_texts
 
 SMALL = ["--length", "24", "--tokens", "192", "--batch", "4", "--decode-tokens", "128", "--decode-length", "16",
@@ -150,16 +149,16 @@ def test_a_truncated_gzip_is_an_error_not_a_crash(tmp_path: Path, corpus: tuple[
         read_texts(path, "all")
 
 
-def test_results_without_token_cells_have_no_plot(tmp_path: Path) -> None:
-    machine = {"cores": 2, "processor": "p", "versions": {}, "command": "c", "date": "d"}
-    results = {
-        "model": {"name": "m", "type": "t", "layers": 1, "experts": 2, "top_k": 1, "dtype": "float32"},
-        "machine": machine,
-        "exact": {"choices": {"q": {"questions": 1, "chance": 0.5, "accuracy": 1.0, "accuracy_norm": 1.0}}},
-        "cells": [
-            {"strategy": "full", "threshold": 0.0, "united": None, "keep": "count", "phase": "prefill",
-             "choice_loss": 0.5, "choice_loss_se": float("nan"), "choices": {"q": {"accuracy": 0.5}}}
-        ],
-    }  # fmt: skip
-    assert [p.name for p in write_results(results, tmp_path)] == ["results.json", "results.md"]
-    assert "| 0 | 50.00 % |" in (tmp_path / "results.md").read_text(encoding="utf-8")
+def test_choices_alone_have_reads_times_and_a_plot(model_dir: Path, quiz: Path, tmp_path: Path) -> None:
+    code = main(
+        ["eval", "--model", str(model_dir), "--choices", str(quiz), "--shots", "1", "--thresholds", "1", "0",
+         "--strategies", "full", "top-k", "--timing-repeats", "1", "--quiet", "--output", str(tmp_path)]
+    )  # fmt: skip
+    assert code == 0
+    results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+    cells = {(c["strategy"], c["threshold"]): c for c in results["cells"]}
+    assert cells["full", 0.0]["choice_experts_read"] == 0
+    assert 0 < cells["top-k", 0.0]["choice_experts_read"] < results["exact"]["choices"]["quiz"]["experts_read"] + 1e-9
+    assert cells["top-k", 0.0]["step_time_ratio"] > 0
+    assert sorted(p.name for p in tmp_path.iterdir() if p.suffix == ".png") == ["pareto_choices.png"]
+    assert "Step time against exact output" in (tmp_path / "results.md").read_text(encoding="utf-8")

@@ -66,7 +66,7 @@ def test_the_plot_is_written(results: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plot_pareto(results, tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000
-    with pytest.raises(ConfigError, match="no choices cells"):
+    with pytest.raises(ConfigError, match="no choices cells to plot"):
         plot_pareto(results, tmp_path / "q.png", kind="choices")
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from moe_opt.errors import ConfigError
 from moe_opt.evaluation.perplexity import ReadCounter
-from moe_opt.evaluation.texts import domain_name, read_rows
+from moe_opt.evaluation.texts import TokenRows, domain_name, read_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -189,6 +189,36 @@ def _score_batch(model: Any, batch: Sequence[tuple[list[int], int]]) -> list[Con
     return out
 
 
+def choice_pairs(tokenizer: Any, questions: ChoiceSet) -> list[tuple[list[int], list[int]]]:
+    """(prompt ids, choice ids) of every choice of every question, in order.
+
+    Raises:
+        ConfigError: a prompt or choice without tokens.
+    """
+    pairs: list[tuple[list[int], list[int]]] = []
+    for question in questions.questions:
+        context = tokenizer(question.prompt)["input_ids"]
+        for choice in question.choices:
+            continuation = tokenizer(choice, add_special_tokens=False)["input_ids"]
+            if not context or not continuation:
+                raise ConfigError(f"{questions.name}: no tokens in prompt {question.prompt!r} or choice {choice!r}")
+            pairs.append((context, continuation))
+    return pairs
+
+
+def choice_batch(tokenizer: Any, questions: ChoiceSet, size: int) -> TokenRows:
+    """The first batch that `score_choices` runs, as rows to time a step on."""
+    pairs = sorted(choice_pairs(tokenizer, questions), key=lambda pair: -len(pair[0]) - len(pair[1]))[:size]
+    longest = len(pairs[0][0]) + len(pairs[0][1]) - 1
+    ids = torch.zeros(len(pairs), longest, dtype=torch.int64)
+    attention = torch.zeros(len(pairs), longest, dtype=torch.bool)
+    for row, (context, choice) in enumerate(pairs):
+        tokens = [*context, *choice][:-1]
+        ids[row, : len(tokens)] = torch.tensor(tokens)
+        attention[row, : len(tokens)] = True
+    return TokenRows(ids, attention, attention.clone(), torch.zeros(len(pairs), dtype=torch.int64), [questions.name])
+
+
 def score_choices(
     model: Any,
     tokenizer: Any,
@@ -203,14 +233,7 @@ def score_choices(
     Raises:
         ConfigError: a prompt or choice without tokens.
     """
-    pairs = []
-    for question in questions.questions:
-        context = tokenizer(question.prompt)["input_ids"]
-        for choice in question.choices:
-            continuation = tokenizer(choice, add_special_tokens=False)["input_ids"]
-            if not context or not continuation:
-                raise ConfigError(f"{questions.name}: no tokens in prompt {question.prompt!r} or choice {choice!r}")
-            pairs.append((context, continuation))
+    pairs = choice_pairs(tokenizer, questions)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     found = iter(
         continuation_log_probs(model, pairs, batch_size=batch_size, max_length=limit, reads=reads, progress=progress)

@@ -246,9 +246,10 @@ def write_results(results: dict[str, Any], folder: Path) -> list[Path]:
     paths = [folder / "results.json", folder / "results.md"]
     paths[0].write_text(json.dumps(_plain(results), indent=1) + "\n", encoding="utf-8")
     paths[1].write_text(results_markdown(results), encoding="utf-8")
-    if phases_of(results, "tokens"):
-        paths.append(folder / "pareto.png")
-        plot_pareto(results, paths[-1])
+    for kind, name in (("tokens", "pareto.png"), ("choices", "pareto_choices.png")):
+        if phases_of(results, kind):
+            paths.append(folder / name)
+            plot_pareto(results, paths[-1], kind)
     return paths
 
 

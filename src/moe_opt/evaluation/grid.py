@@ -12,7 +12,7 @@ import numpy as np
 from tqdm import tqdm
 
 from moe_opt.errors import ConfigError
-from moe_opt.evaluation.choices import ChoiceScores, ChoiceSet, score_choices
+from moe_opt.evaluation.choices import ChoiceScores, ChoiceSet, choice_batch, score_choices
 from moe_opt.evaluation.losses import compare_tokens, mean_with_error, relative_loss
 from moe_opt.evaluation.perplexity import ReadCounter, TokenScores, score_decode, score_prefill
 from moe_opt.evaluation.texts import TokenRows
@@ -62,7 +62,7 @@ class Exact(NamedTuple):
 
     tokens: dict[str, TokenScores]
     reads: dict[str, dict[str, Any]]
-    choices: list[ChoiceScores]
+    choices: list[tuple[ChoiceScores, dict[str, Any]]]  # with what the steps read
 
 
 def plan_settings(
@@ -249,8 +249,9 @@ class _Measure:
                 "accuracy_norm": scores.accuracy_norm,
                 "chance": s.chance,
                 "questions": len(s.questions),
+                "experts_read": reads["experts_read"],
             }
-            for s, scores in zip(self.choice_sets, exact.choices, strict=True)
+            for s, (scores, reads) in zip(self.choice_sets, exact.choices, strict=True)
         }
         return out
 
@@ -269,17 +270,13 @@ class _Measure:
             figures |= _token_figures(rows, scores, reference)
             figures |= exact.reads[phase] if is_exact else counter.mean()
             figures["experts_read_exact"] = exact.reads[phase]["experts_read"]
-            if self.options.timing_repeats > 0 and phase in self.options.timed_phases:
-                figures |= {"step_time_ratio": 1.0} if is_exact else self._time(setting, phase, rows)
+            figures |= self._time(setting, phase, rows, is_exact)
         if phase == "prefill" and self.choice_sets:
             found = exact.choices if is_exact else [self._choices(s) for s in self.choice_sets]
-            figures["choices"] = {
-                s.name: _choice_figures(scores, reference)
-                for s, scores, reference in zip(self.choice_sets, found, exact.choices, strict=True)
-            }
-            values = [entry["relative_loss"] for entry in figures["choices"].values()]
-            errors = [entry["relative_loss_se"] for entry in figures["choices"].values()]
-            figures["choice_loss"], figures["choice_loss_se"] = mean_with_error(values, errors)
+            figures |= _choice_figures(self.choice_sets, found, exact.choices)
+            if rows is None:
+                first = choice_batch(self.tokenizer, self.choice_sets[0], self.options.choice_batch)
+                figures |= self._time(setting, phase, first, is_exact)
         return figures
 
     def _score(self, phase: str, rows: TokenRows, counter: ReadCounter) -> TokenScores:
@@ -297,12 +294,23 @@ class _Measure:
             progress=update,
         )
 
-    def _choices(self, choice_set: ChoiceSet) -> ChoiceScores:
-        return score_choices(
-            self.model, self.tokenizer, choice_set, batch_size=self.options.choice_batch, progress=self.bar.update
+    def _choices(self, choice_set: ChoiceSet) -> tuple[ChoiceScores, dict[str, Any]]:
+        counter = ReadCounter()
+        scores = score_choices(
+            self.model,
+            self.tokenizer,
+            choice_set,
+            batch_size=self.options.choice_batch,
+            reads=counter,
+            progress=self.bar.update,
         )
+        return scores, counter.mean()
 
-    def _time(self, setting: Setting, phase: str, rows: TokenRows) -> dict[str, float]:
+    def _time(self, setting: Setting, phase: str, rows: TokenRows, is_exact: bool) -> dict[str, float]:
+        if self.options.timing_repeats == 0 or phase not in self.options.timed_phases:
+            return {}
+        if is_exact:
+            return {"step_time_ratio": 1.0}
         timed = time_step(
             self.model,
             rows,
@@ -361,7 +369,28 @@ def _token_figures(rows: TokenRows, scores: TokenScores, exact: TokenScores) -> 
     }
 
 
-def _choice_figures(scores: ChoiceScores, exact: ChoiceScores) -> dict[str, float]:
+def _choice_figures(
+    sets: Sequence[ChoiceSet],
+    found: Sequence[tuple[ChoiceScores, dict[str, Any]]],
+    exact: Sequence[tuple[ChoiceScores, dict[str, Any]]],
+) -> dict[str, Any]:
+    """Figures of each set, and the means over sets that tables and plots show."""
+    by_set = {
+        one.name: {**_set_figures(scores, reference), "experts_read": reads["experts_read"]}
+        for one, (scores, reads), (reference, _) in zip(sets, found, exact, strict=True)
+    }
+    loss, error = mean_with_error(
+        [row["relative_loss"] for row in by_set.values()], [row["relative_loss_se"] for row in by_set.values()]
+    )
+    return {
+        "choices": by_set,
+        "choice_loss": loss,
+        "choice_loss_se": error,
+        "choice_experts_read": float(np.mean([row["experts_read"] for row in by_set.values()])),
+    }
+
+
+def _set_figures(scores: ChoiceScores, exact: ChoiceScores) -> dict[str, float]:
     questions = np.arange(len(scores.labels))
     loss, error = relative_loss(scores.picked == scores.labels, exact.picked == exact.labels, questions)
     norm, norm_error = relative_loss(scores.picked_norm == scores.labels, exact.picked_norm == exact.labels, questions)

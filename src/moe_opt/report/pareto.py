@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from moe_opt.errors import ConfigError
 
 Cell = Mapping[str, Any]
 _LOSS_NAMES = {"tokens": "relative_loss", "choices": "choice_loss"}
+_READ_NAMES = {"tokens": "experts_read", "choices": "choice_experts_read"}
 
 
 def curve_name(cell: Cell) -> str:
@@ -127,8 +129,11 @@ def _choices_markdown(results: Mapping[str, Any]) -> str:
         + threshold_table(
             results,
             "prefill",
-            lambda c: f"{sum(r['accuracy'] for r in c['choices'].values()) / len(c['choices']):.3f}",
+            lambda c: f"{statistics.fmean(r['accuracy'] for r in c['choices'].values()):.3f}",
         )
+        + "\n\nExperts read per layer and step, mean over sets:\n\n"
+        + threshold_table(results, "prefill", lambda c: f"{c['choice_experts_read']:.1f}")
+        + ("" if phases_of(results) else _times(results, "prefill"))
     )
 
 
@@ -163,9 +168,9 @@ def plot_pareto(results: Mapping[str, Any], path: str | os.PathLike[str], kind: 
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("plots need matplotlib: pip install 'moe_opt[plot]'") from error
-    phases = [p for p in phases_of(results, kind) if any("experts_read" in c for c in results["cells"])]
+    phases = phases_of(results, kind)
     if not phases:
-        raise ConfigError(f"the results have no {kind} cells with experts read to plot")
+        raise ConfigError(f"the results have no {kind} cells to plot")
     figure = Figure(figsize=(6.4 * len(phases), 4.8), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(phases), squeeze=False)[0]
@@ -181,12 +186,15 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 
 def _draw_panel(panel: Any, results: Mapping[str, Any], phase: str, kind: str) -> None:
-    key = _LOSS_NAMES[kind]
-    exact_reads = results["exact"][phase]["experts_read"]
+    key, read_key = _LOSS_NAMES[kind], _READ_NAMES[kind]
+    if kind == "tokens":
+        exact_reads = results["exact"][phase]["experts_read"]
+    else:
+        exact_reads = statistics.fmean(row["experts_read"] for row in results["exact"]["choices"].values())
     points = []
     for number, (name, cells) in enumerate(curves(results, phase).items()):
-        shown = [c for c in cells if key in c and "experts_read" in c]
-        x = [100 * c["experts_read"] / exact_reads for c in shown]
+        shown = [c for c in cells if key in c]
+        x = [100 * c[read_key] / exact_reads for c in shown]
         y = [100 * c[key] for c in shown]
         errors = [0.0 if math.isnan(c[key + "_se"]) else 100 * c[key + "_se"] for c in shown]
         united = bool(shown and shown[0].get("united"))

@@ -22,7 +22,5 @@ def random_trace() -> list[TraceRequest]:
     arrivals = np.cumsum(rng.exponential(0.005, 300))
     return [
         TraceRequest(f"r{i}", float(t), int(p) + 1, int(o) + 1)
-        for i, (t, p, o) in enumerate(
-            zip(arrivals, rng.lognormal(5, 1, 300), rng.lognormal(3, 1, 300), strict=True)
-        )
+        for i, (t, p, o) in enumerate(zip(arrivals, rng.lognormal(5, 1, 300), rng.lognormal(3, 1, 300), strict=True))
     ]

@@ -149,6 +149,9 @@ def _thin(loads: np.ndarray, warmup: int) -> list[list[int]]:
 
 
 def _summaries(results: Sequence[SimResult], warmup: int, pool: int) -> dict[str, dict[str, float]]:
+    if pool:
+        for r in results:
+            r.imbalance(warmup, pool)  # an empty window is an error, not a dash
     tables = [r.summary(warmup, pool) for r in results]
     return {key: mean_interval([t[key] for t in tables])._asdict() for key in tables[0]}
 

@@ -157,16 +157,16 @@ class _Engine:
                 self._stuck()
                 break
             self.now = moment
+            if self.sampled:
+                self._sample()
             while self.queue and self.queue[0][0] <= moment:
                 _, index, version = heapq.heappop(self.queue)
                 if self.groups[index].version == version:
                     self._boundary(index)
             self._fleet_events()
             self._arrive()
-            if self.sampled:
-                self._sample()
             self._dispatch()
-        if self.sampled:
+        if self.sampled and self.now > self.sampled_at:
             self._sample(last=True)
         self.recorder.end = self.now
 
@@ -413,7 +413,8 @@ class _Engine:
         self.waiting[original.id] = (row, again)
 
     def _sample(self, *, last: bool = False) -> None:
-        """Loads of independent workers at this moment; weighted by the time since the last sample."""
+        """Loads of independent workers just before this moment's events; weight: the time since the last
+        one."""
         elapsed = self.now - self.sampled_at
         if elapsed < self.sample_every and not last:
             return

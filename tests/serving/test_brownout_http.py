@@ -111,7 +111,7 @@ def test_without_an_objective_everything_is_exact(server):
     [
         {"threshold": 1.5}, {"threshold": "low"}, {"threshold": "slo"}, {"ways": 3}, {"strategy": "none"},
         {"keep": "luck"}, {"layers": [99]}, {"phase": "both"}, {"thresholds": 0.5}, {"ways": 4, "threshold": -1},
-        {"ways": 0, "threshold": 0.5}, {"ways": 4, "strategy": "none"},
+        {"ways": 0, "threshold": 0.5}, {"ways": 4, "strategy": "none"}, {"slo_tpot": -1}, {"ways": 0, "slo_tpot": 1.0},
     ],
 )  # fmt: skip
 def test_a_refused_update_changes_nothing(server, update):
@@ -119,6 +119,19 @@ def test_a_refused_update_changes_nothing(server, update):
     response = server.post("/brownout", update)
     assert (response.status_code, response.json()["error_type"]) == (422, "validation")
     assert server.get("/brownout").json() == before
+
+
+def test_objectives_come_and_go_while_serving(server):
+    status = server.post("/brownout", {"slo_tpot": 0.00001}).json()
+    assert (status["decode"]["set_by"], status["decode"]["slo_seconds"]) == ("slo", 0.00001)
+    body = {"inputs": PROMPT, "parameters": {"max_new_tokens": 24, "ignore_eos": True}}
+    end = time.monotonic() + 30
+    while server.get("/brownout").json()["decode"]["threshold"] == 1:
+        server.post("/generate", body)
+        assert time.monotonic() < end
+    status = server.post("/brownout", {"slo_tpot": 0}).json()
+    assert (status["decode"]["set_by"], status["decode"]["threshold"]) == ("default", 1)
+    assert server.post("/generate", body).headers["x-moe-opt-brownout"] == "exact"
 
 
 def test_experts_are_exchanged_under_traffic_without_a_failed_or_altered_request(server, greedy):

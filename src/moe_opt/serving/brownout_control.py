@@ -180,11 +180,14 @@ class BrownoutControl:
         keep: str | None = None,
         layers: list[int] | None = None,
         ways: int | None = None,
+        slo_ttft: float | None = None,
+        slo_tpot: float | None = None,
     ) -> dict[str, Any]:
         """Carry out one `POST /brownout`; all or nothing.
 
         Args:
             threshold: in [0, 1], held until told otherwise, or "slo". ways: 0 takes the united experts off.
+            slo_ttft, slo_tpot: other objectives, seconds; 0 takes an objective away. Their controllers start anew.
 
         Raises:
             ConfigError: a value that the engine refuses or ways that are not there; nothing has changed then.
@@ -193,12 +196,12 @@ class BrownoutControl:
             given = {"strategy": strategy, "keep": keep, "layers": layers}
             settings: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
             phases = PHASES if phase is None else (phase,)
-            if threshold == "slo" and not self._controllers:
+            objectives = self._changed_objectives(slo_ttft, slo_tpot)
+            if threshold == "slo" and not objectives.controllers():
                 raise ConfigError('threshold "slo" needs an objective: start the server with --slo-ttft or --slo-tpot')
             before = self.engine.brownout()
+            self._check_strategy(objectives, strategy, before.ways if ways is None else ways)
             if ways is not None:
-                if ways == 0:
-                    self._check_without_united(strategy)
                 await self._swap(ways, before.ways)
             try:
                 if isinstance(threshold, (int, float)):
@@ -220,21 +223,47 @@ class BrownoutControl:
                     self._set[name] = getattr(after, name).threshold
                     if name in self._held:
                         self._held[name] = self._set[name]
+            if objectives != self.objectives:
+                await self._set_objectives(objectives)
             if threshold == "slo":
                 self._decide(time.monotonic())
-            logger.info("brownout changed: %s", {**settings, "phase": phase, "ways": ways, "threshold": threshold})
+            logger.info("brownout changed: %s", {**settings, "phase": phase, "ways": ways, "slo": objectives})
             return self.status()
 
-    def _check_without_united(self, strategy: str | None) -> None:
+    def _changed_objectives(self, ttft: float | None, tpot: float | None) -> Objectives:
+        """The objectives with what is given replaced; 0 stands for none."""
+        changes = {key: value or None for key, value in (("ttft", ttft), ("tpot", tpot)) if value is not None}
+        objectives = dataclasses.replace(self.objectives, **changes)
+        objectives.controllers()  # refuses what is out of range
+        return objectives
+
+    def _check_strategy(self, objectives: Objectives, strategy: str | None, ways: int | None) -> None:
         """An objective must not be left with a strategy that has nothing to delegate to."""
-        if not self._controllers:
+        if ways or not objectives.controllers():
             return
         engine = self.engine.brownout()
         if any((strategy or getattr(engine, phase).strategy) == "partial" for phase in PHASES):
             raise ConfigError(
-                "a latency objective is set and strategy 'partial' needs united experts: name another strategy with "
-                "ways 0, for instance 'reroute'"
+                "a latency objective is set and strategy 'partial' needs united experts: name another strategy, for "
+                "instance 'reroute'"
             )
+
+    async def _set_objectives(self, objectives: Objectives) -> None:
+        fresh = objectives.controllers()
+        with self._lock:
+            for phase, old, new in (
+                ("prefill", self.objectives.ttft, objectives.ttft),
+                ("decode", self.objectives.tpot, objectives.tpot),
+            ):
+                if old == new and phase in self._controllers:
+                    fresh[phase] = self._controllers[phase]
+                self.metrics.slo.labels(phase).set(new if new is not None else float("nan"))
+            self.objectives = objectives
+            self._controllers = fresh
+            free = [phase for phase in PHASES if phase not in self._held and phase not in self._wanted()]
+            self._set.update(dict.fromkeys(free, 1.0))
+        for phase in free:  # nobody decides about this phase any more
+            await self.engine.set_brownout(threshold=1.0, phase=phase)
 
     async def _swap(self, ways: int, current: int | None) -> None:
         """Exchange united experts: read on a thread, attach between two steps."""

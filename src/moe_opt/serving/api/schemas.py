@@ -254,6 +254,7 @@ class BrownoutUpdate(RequestModel):
     Attributes:
         phase: "prefill", "decode" or absent for both. threshold: in [0, 1], held until told otherwise; "slo" gives the
             phase back to its latency controller. ways: united experts to serve with, 0 takes them off.
+        slo_ttft, slo_tpot: other latency objectives, seconds; 0 takes one away.
     """
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
@@ -264,3 +265,5 @@ class BrownoutUpdate(RequestModel):
     keep: str | None = None
     layers: list[U32] | None = None
     ways: U32 | None = None
+    slo_ttft: Annotated[float, Field(ge=0)] | None = None
+    slo_tpot: Annotated[float, Field(ge=0)] | None = None

@@ -60,9 +60,13 @@ def _byte_symbols() -> dict[str, int]:
     return table
 
 
-@functools.cache
 def make_model(family: str = "qwen2_moe") -> Any:
     """An optimized tiny model in float32; one object per family, shared by the tests."""
+    return _model(family)
+
+
+@functools.cache
+def _model(family: str) -> Any:
     model = MoEOptimizedForCausalLM.from_config(make_config(family), dtype=torch.float32)
     model.load_state_dict(_state(family))
     return model.eval()

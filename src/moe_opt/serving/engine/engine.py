@@ -164,6 +164,7 @@ class Engine:
             detach_united_experts(self.runner.model)
         else:
             attach_united_experts(self.runner.model, united)
+        self.runner.weights_moved()
         self.scheduler.forget_browned()
 
     # ------------------------------------------------------------- the step

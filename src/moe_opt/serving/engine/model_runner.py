@@ -11,8 +11,11 @@ import numpy as np
 import torch
 
 from moe_opt.errors import ConfigError
-from moe_opt.serving.engine.attention import IMPLEMENTATION, AttentionBackend, GatherAttention, RunsAttention, Span
+from moe_opt.modeling.runtime import StepStats
+from moe_opt.serving.engine.attention import IMPLEMENTATION, AttentionBackend, Span
+from moe_opt.serving.engine.attention_cuda import VarlenAttention, choose_backend
 from moe_opt.serving.engine.config import EngineConfig
+from moe_opt.serving.engine.cuda_graphs import DecodeGraphs
 from moe_opt.serving.engine.expert_counts import PageExpertCounts
 from moe_opt.serving.engine.kv_pool import check_family, find_layers, make_pool, pages_that_fit, release_pool
 from moe_opt.serving.engine.scheduler import Plan, Row
@@ -72,6 +75,7 @@ class ModelRunner:
             self.counts = PageExpertCounts(
                 self.num_pages + 1, self.runtime.num_layers, self.runtime.num_experts, self.device
             )
+        self.graphs = self._make_graphs()
 
     def close(self) -> None:
         """Give the model its own attention back and free the pool."""
@@ -86,12 +90,9 @@ class ModelRunner:
         settings = self.runtime.brownout(plan.phase)
         threshold = settings.threshold if settings.active else 1.0
         browned = [settings.active and not row.sequence.request.exact for row in rows]
-        ids, positions, slots, pages = self._tokens(rows)
-        if self.counts is not None:
-            self.counts.begin(pages, plan.fresh_pages)
-        self.backend.begin(self._spans(rows), slots)
+        packed = self._tokens(rows)
+        spans = self._spans(rows)
         wanted, first_of_row = _wanted_logits(rows)
-        everything = len(wanted) == ids.shape[0]
         exact = None
         if settings.active and not all(browned):
             counts = torch.as_tensor([row.count for row in rows])
@@ -99,18 +100,22 @@ class ModelRunner:
         if self.counts is not None:
             self.runtime.recorders.append(self.counts)
         try:
-            with torch.inference_mode(), self.runtime.batch(_token_rows(rows, ids.shape[0]), plan.phase, exact=exact):
-                logits = self.model(
-                    input_ids=ids.unsqueeze(0),
-                    position_ids=positions.unsqueeze(0),
-                    use_cache=False,
-                    logits_to_keep=0 if everything else torch.tensor(wanted, dtype=torch.int64, device=self.device),
-                ).logits[0]
+            if self.graphs is not None and not plan.prefill:
+                setting = (settings.active, settings.strategy, settings.keep, settings.layers)
+                logits, step = self.graphs.run(packed, spans, exact, setting, plan.fresh_pages)
+            else:
+                logits = self._forward(plan, packed, spans, wanted, exact)
+                step = self.runtime.last_step
         finally:
             if self.counts is not None:
                 self.runtime.recorders.remove(self.counts)
-        share, active = self._statistics(rows, browned)
+        share, active = self._statistics(step, rows, browned)
         return Pass(logits, first_of_row, browned, threshold, share, active, time.perf_counter() - started)
+
+    def weights_moved(self) -> None:
+        """United experts came or went: captured steps read weights that are no more."""
+        if self.graphs is not None:
+            self.graphs.clear()
 
     def counts_of(self, pages: Sequence[int]) -> np.ndarray:
         """int64 [L, E]: the router's choices for the tokens in these pages."""
@@ -123,14 +128,44 @@ class ModelRunner:
         return int(self.model.config.get_text_config().max_position_embeddings)
 
     def _make_backend(self) -> AttentionBackend:
-        if self.device.type == "cpu":
-            return RunsAttention()
-        return GatherAttention(self.device, self.config.page_size)
+        widest = max(self.layers, key=lambda layer: layer.key_dim)
+        heads = int(self.model.config.get_text_config().num_attention_heads)
+        return choose_backend(self.device, self.config.page_size, heads, widest.kv_heads, widest.key_dim, widest.dtype)
+
+    def _make_graphs(self) -> DecodeGraphs | None:
+        backend = self.backend
+        if not self.config.cuda_graphs or self.device.type != "cuda" or not isinstance(backend, VarlenAttention):
+            return None
+        return DecodeGraphs(
+            self.model, backend, self.counts, self.device,
+            max_batch=self.config.max_batch_size,
+            max_pages=-(-self.max_total_tokens // self.config.page_size),
+            scratch_page=self.num_pages,
+            page_size=self.config.page_size,
+        )  # fmt: skip
 
     # ------------------------------------------------------------- one step
 
-    def _tokens(self, rows: Sequence[Row]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """int64 [T] each, on the device: token ids, positions, KV slots, KV pages."""
+    def _forward(
+        self, plan: Plan, packed: torch.Tensor, spans: list[Span], wanted: list[int], exact: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Logits [len(wanted), V]."""
+        ids, positions, slots, pages = packed.to(self.device).unbind(0)
+        if self.counts is not None:
+            self.counts.begin(pages, plan.fresh_pages)
+        self.backend.begin(spans, slots)
+        tokens = packed.shape[1]
+        everything = len(wanted) == tokens
+        with torch.inference_mode(), self.runtime.batch(_token_rows(plan.rows, tokens), plan.phase, exact=exact):
+            return self.model(
+                input_ids=ids.unsqueeze(0),
+                position_ids=positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=0 if everything else torch.tensor(wanted, dtype=torch.int64, device=self.device),
+            ).logits[0]
+
+    def _tokens(self, rows: Sequence[Row]) -> torch.Tensor:
+        """int64 [4, T] on the CPU: token ids, positions, KV slots, KV pages."""
         size = self.config.page_size
         total = sum(row.count for row in rows)
         packed = np.empty((4, total), dtype=np.int64)
@@ -150,8 +185,7 @@ class ModelRunner:
             packed[2, at:end] = pages * size + positions % size
             packed[3, at:end] = pages
             at = end
-        ids, positions, slots, pages = torch.from_numpy(packed).to(self.device).unbind(0)
-        return ids, positions, slots, pages
+        return torch.from_numpy(packed)
 
     def _spans(self, rows: Sequence[Row]) -> list[Span]:
         size = self.config.page_size
@@ -170,9 +204,8 @@ class ModelRunner:
             at += row.count
         return spans
 
-    def _statistics(self, rows: Sequence[Row], browned: list[bool]) -> tuple[float, float | None]:
+    def _statistics(self, step: StepStats, rows: Sequence[Row], browned: list[bool]) -> tuple[float, float | None]:
         """(share of browned rows' assignments that were delegated, active experts per layer)."""
-        step = self.runtime.last_step
         share = 0.0
         if any(browned):
             tokens = sum(row.count for row in rows)

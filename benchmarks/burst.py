@@ -104,14 +104,17 @@ def decode_accuracy(model_dir: Path, ways: int, batch: int, steps: int) -> dict[
     rows = []
     for path in sorted((Path(os.environ.get("MOE_OPT_DATA", "../shared/data")) / "corpus").glob("*.jsonl.gz")):
         found = 0
-        for line in gzip.open(path, "rt", encoding="utf-8"):
-            text = json.loads(line)["text"]
-            ids = tokenizer(text).input_ids[: prefix + steps + 1]
-            if zlib.crc32(text.encode()) % 20 == 0 and len(ids) == prefix + steps + 1:
-                rows.append(ids)
-                found += 1
-            if found == math.ceil(batch / 10):
-                break
+        with gzip.open(path, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                text = json.loads(line)["text"]
+                if zlib.crc32(text.encode()) % 20 != 0:
+                    continue
+                ids = tokenizer(text).input_ids[: prefix + steps + 1]
+                if len(ids) == prefix + steps + 1:
+                    rows.append(ids)
+                    found += 1
+                if found == math.ceil(batch / 10):
+                    break
     ids = torch.tensor(rows[:batch])
     accuracy = {}
     for threshold in EDGES:

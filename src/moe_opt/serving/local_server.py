@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import ctypes
 import os
 import re
 import signal
@@ -13,7 +14,14 @@ from collections.abc import Sequence
 
 from moe_opt.errors import MoEOptError
 
+_PR_SET_PDEATHSIG = 1
 _READY = re.compile(r"serving on (http://\S+)")
+
+
+def _end_with_parent() -> None:
+    """In the child: a parent that is killed takes its server along (Linux; elsewhere the server would live on)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class LocalServer:
@@ -40,7 +48,7 @@ class LocalServer:
         # A group of its own: Ctrl-C is for the caller, which then ends the server in order.
         self.process = subprocess.Popen(
             command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=os.environ.copy(),
-            start_new_session=True,
+            start_new_session=True, preexec_fn=_end_with_parent,
         )  # fmt: skip
         ready = threading.Event()
         threading.Thread(target=self._read, args=(ready,), daemon=True).start()

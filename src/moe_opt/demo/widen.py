@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging
 
 from moe_opt.errors import ConfigError
 from moe_opt.modeling.united import CONFIG_NAME, UnitedExperts
@@ -26,6 +27,7 @@ def widen_experts(source: str | Path, united: str | Path | None, out: str | Path
     Raises:
         ConfigError: the model's experts have no `moe_intermediate_size`, or are wider already.
     """
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(source)
     old = getattr(model.config, "moe_intermediate_size", None)
     if old is None or old > intermediate_size:

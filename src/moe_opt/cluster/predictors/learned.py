@@ -1,6 +1,6 @@
 """The learned predictor (BalanceRoute C.2.1 and C.2.2): gradient-boosted trees for both stages; scikit-learn.
 
-Slower than the other predictors: about 2 ms per batch of queries, and a fit takes about a second. A router
+Slower than the other predictors: about 1 ms per batch of queries, and a fit takes up to a second. A router
 whose ticks must not wait calls `LearnedPredictor.refit` from a thread of its own and sets
 ``refit_every=None``.
 """

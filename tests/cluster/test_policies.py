@@ -155,6 +155,9 @@ class TestEveryPolicy:
         twice = [*queue(5, 6), *queue(5, 6), Request("run-0-0", 4)]
         assert sorted(a.request_id for a in make_policy(name, **options).assign(twice, workers, 0.0)) == ["r0", "r1"]
 
+    def test_a_request_that_runs_already_is_not_assigned_again(self, name, options):
+        assert make_policy(name, **options).assign([Request("run-0-0", 4)], loaded([1, 1]), 0.0) == []
+
     def test_two_workers_with_one_id_are_refused(self, name, options):
         with pytest.raises(ValueError, match="worker ids must differ"):
             make_policy(name, **options).assign(queue(1), [Worker("a", 1), Worker("a", 1)], 0.0)

@@ -23,7 +23,8 @@ from common import write_result
 from moe_opt.evaluation.choices import read_choices
 from moe_opt.evaluation.command import load_model
 from moe_opt.evaluation.grid import GridOptions, Setting, evaluate_grid
-from moe_opt.evaluation.texts import domain_name, make_rows, read_texts
+from moe_opt.evaluation.texts import TokenRows, domain_name, make_rows, read_texts
+from moe_opt.modeling.runtime import PHASES
 from moe_opt.modeling.united import UnitedExperts
 from moe_opt.report.pareto import loss_at_reads, percent, phases_of, plot_pareto
 
@@ -60,21 +61,14 @@ def main() -> None:
     decode = make_rows(
         texts, tokenizer, length=args.decode_length, tokens=args.decode_tokens, seed=1, multiple_of=args.decode_batch
     )
-    options = GridOptions(decode_batch=args.decode_batch, prompt=args.decode_prompt, timing_repeats=args.timing_repeats)
+    rows = {"prefill": prefill, "decode": decode}
     settled = {"model": _digest(model.state_dict()), "options": _shown(args)}
     cells: list[dict[str, Any]] = []
     exact: dict[str, Any] = {}
-    for name, settings in curves.items():
-        tensors = united[name].tensors if name in united else []
-        key = {**settled, "united": _digest({f"{i}.{k}": v for i, t in enumerate(tensors) for k, v in t.items()})}
-        found = _kept(args.work, name, key)
-        if found is None:
-            found = evaluate_grid(
-                model, tokenizer, settings, united=united, prefill_rows=prefill, decode_rows=decode, options=options
-            )
-            _keep(args.work, name, key, found)
-        exact = found["exact"]
-        cells += found["cells"]
+    for phase in PHASES:
+        chosen = {name: [s for s in curve if s.threshold in args.thresholds[phase]] for name, curve in curves.items()}
+        found, exact[phase] = _measure(model, tokenizer, united, chosen, phase, rows[phase], settled, args)
+        cells += found
     results: dict[str, Any] = {
         "model": {
             "name": args.model.name,
@@ -108,12 +102,13 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--united", type=Path, help="folder with ways-2, ways-4, ways-8 (default: MODEL/united)")
     parser.add_argument("--paper-recipe", type=Path, help="such a folder, trained by the paper's recipe")
     parser.add_argument("--work", type=Path, default=Path("table1_work"), help="where finished curves are kept")
-    parser.add_argument("--tokens", type=int, default=20_480)
+    parser.add_argument("--tokens", type=int, default=25_600)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--decode-tokens", type=int, default=12_288)
     parser.add_argument("--decode-length", type=int, default=128)
     parser.add_argument("--decode-prompt", type=int, default=32)
     parser.add_argument("--decode-batch", type=int, default=32)
+    parser.add_argument("--coarse-decode", action="store_true", help="decode at 6 thresholds instead of 11")
     parser.add_argument("--timing-repeats", type=int, default=5)
     parser.add_argument("--questions", type=int, default=200, help="questions of each task; 0 leaves tasks out")
     parser.add_argument("--shots", type=int, default=0)
@@ -122,6 +117,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/evaluation.md")
     args = parser.parse_args()
     args.united = args.united or args.model / "united"
+    args.thresholds = {"prefill": THRESHOLDS, "decode": COARSE if args.coarse_decode else THRESHOLDS}
     return args
 
 
@@ -156,6 +152,48 @@ def _curves(model: Any, args: argparse.Namespace) -> tuple[dict[str, UnitedExper
     return united, curves
 
 
+def _measure(
+    model: Any,
+    tokenizer: Any,
+    united: Mapping[str, UnitedExperts],
+    curves: Curves,
+    phase: str,
+    rows: TokenRows,
+    settled: Mapping[str, Any],
+    args: argparse.Namespace,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Cells of one phase, curve by curve, and exact output's figures; curves that --work holds are not run again."""
+    keys = {}
+    for name, settings in curves.items():
+        tensors = united[name].tensors if name in united else []
+        flat = {f"{index}.{key}": value for index, layer in enumerate(tensors) for key, value in layer.items()}
+        keys[name] = {**settled, "united": _digest(flat), "thresholds": [s.threshold for s in settings]}
+    kept = {name: _kept(args.work, phase, name, key) for name, key in keys.items()}
+    todo = [name for name, found in kept.items() if found is None]
+    if todo:
+        found = evaluate_grid(
+            model,
+            tokenizer,
+            [setting for name in todo for setting in curves[name]],
+            united=united,
+            prefill_rows=rows if phase == "prefill" else None,
+            decode_rows=rows if phase == "decode" else None,
+            options=GridOptions(
+                phases=(phase,),
+                decode_batch=args.decode_batch,
+                prompt=args.decode_prompt,
+                timing_repeats=args.timing_repeats,
+                timed_phases=("decode",),  # where a step waits for expert weights
+            ),
+        )
+        for name in todo:
+            mine = [cell for cell in found["cells"] if _name(cell) == name]
+            kept[name] = {"cells": mine, "exact": found["exact"][phase]}
+            _keep(args.work, phase, name, keys[name], kept[name])
+    done = [found for found in kept.values() if found is not None]
+    return [cell for found in done for cell in found["cells"]], done[0]["exact"]
+
+
 # ------------------------------------------------------------------------- kept curves
 
 
@@ -167,21 +205,21 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _path(work: Path, name: str) -> Path:
-    return work / f"{name.replace(' ', '_').replace(chr(39), '')}.json"
+def _path(work: Path, phase: str, name: str) -> Path:
+    return work / f"{phase}_{name.replace(' ', '_').replace(chr(39), '')}.json"
 
 
-def _kept(work: Path, name: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
-    path = _path(work, name)
+def _kept(work: Path, phase: str, name: str, key: Mapping[str, Any]) -> dict[str, Any] | None:
+    path = _path(work, phase, name)
     if not path.is_file():
         return None
     stored = json.loads(path.read_text(encoding="utf-8"))
     return stored["found"] if stored["key"] == key else None
 
 
-def _keep(work: Path, name: str, key: Mapping[str, Any], found: dict[str, Any]) -> None:
+def _keep(work: Path, phase: str, name: str, key: Mapping[str, Any], found: Mapping[str, Any] | None) -> None:
     work.mkdir(parents=True, exist_ok=True)
-    _path(work, name).write_text(json.dumps({"key": key, "found": found}), encoding="utf-8")
+    _path(work, phase, name).write_text(json.dumps({"key": key, "found": found}), encoding="utf-8")
 
 
 # ------------------------------------------------------------------------- figures
@@ -304,6 +342,8 @@ def markdown(results: Mapping[str, Any]) -> str:
 def _paper_table(results: Mapping[str, Any], phase: str) -> str:
     lines = [f"| threshold | {' | '.join(PAPER)} |", "|---" * (len(PAPER) + 1) + "|"]
     for index, threshold in enumerate(THRESHOLDS):
+        if not any((c["phase"], c["threshold"]) == (phase, threshold) for c in results["cells"]):
+            continue
         row = []
         for name, losses in PAPER.items():
             cell = _cell(results, name, threshold, phase)

@@ -50,7 +50,8 @@ class SimilarityCache:
             for request, row in zip(new, self._eldr.similarities(new, workers), strict=True):
                 known[id(request)] = (request, request.signature, row)
         self._rows = known
-        return np.array([known[id(request)][2] for request in queue])
+        rows = [known[id(request)][2] for request in queue]
+        return np.array(rows, dtype=np.float32).reshape(len(queue), len(workers))
 
 
 class LocalityBand(Band):

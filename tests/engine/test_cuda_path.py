@@ -138,10 +138,11 @@ def test_captured_steps_follow_brownout_and_exchanged_united_experts(varlen: Non
         graphs = with_graphs(engine)
         engine.add(request("exact", PROMPTS[0], exact=True, max_new_tokens=14))
         engine.add(request("browned", PROMPTS[1], max_new_tokens=14, ignore_eos=True))
-        outcomes: dict[str, list[Any]] = {"exact": [], "browned": []}
+        engine.add(request("browned too", PROMPTS[3], max_new_tokens=14, ignore_eos=True))
+        outcomes: dict[str, list[Any]] = {"exact": [], "browned": [], "browned too": []}
         for step in range(100):
             if step == 4:
-                engine.set_brownout(threshold=0.1, phase="decode")
+                engine.set_brownout(threshold=0.0, phase="decode")
             if step == 8:
                 engine.swap_united(UnitedExperts.from_average(model, ways=2))
                 assert not graphs._graphs
@@ -154,9 +155,10 @@ def test_captured_steps_follow_brownout_and_exchanged_united_experts(varlen: Non
         model.moe_opt.set_brownout(threshold=1.0)
         detach_united_experts(model)
     assert tokens_of(outcomes["exact"]) == generated("qwen2_moe", PROMPTS[0], 14)
-    finish = finish_of(outcomes["browned"])
-    assert finish.lowest_threshold == 0.1
-    assert 0 < finish.browned_share < 1
+    for name in ("browned", "browned too"):
+        finish = finish_of(outcomes[name])
+        assert finish.lowest_threshold == 0.0
+        assert 0 < finish.browned_share < 1
 
 
 def test_the_kernel_is_used_only_where_it_computes_the_right_thing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,8 @@ from collections.abc import Sequence as SequenceOf
 
 import numpy as np
 
+_EVICT_AT_ONCE = 4  # cached pages given up for a growing sequence: neighbours, as the end of one old chain
+
 
 def root_hash(adapter: str | None, browned: bool) -> bytes:
     """Start of a prefix chain. KV of browned-out tokens differs, hence the one bit."""
@@ -83,12 +85,12 @@ class PagePool:
 
     # ------------------------------------------------------------- taking and giving back
 
-    def make_room(self, serial: int, pages: int) -> None:
-        """Set neighbouring free pages aside that sequence `serial` is expected to need. A wish, not a claim: others
-        take from it before anyone is refused."""
+    def make_room(self, serial: int, pages: int, needed: int = 1) -> None:
+        """Set `pages` neighbouring free pages aside that sequence `serial` is expected to need. A wish, not a claim:
+        others take from it before anyone is refused. Prefixes are given up for the `needed` ones only."""
         self._forget_room(serial)
-        if self._num_free < pages:
-            self._evict(min(pages - self._num_free, len(self._cached)))
+        if self._num_free < needed:
+            self._evict(min(needed - self._num_free, len(self._cached)))
         start, length = self._best_extent(pages)
         if length:
             extent = slice(start, start + min(length, pages))
@@ -107,7 +109,7 @@ class PagePool:
                 return self._hold(after + 1)
         own = self._first_of_room(serial)
         if own is None and self.available:
-            self.make_room(serial, wanted)
+            self.make_room(serial, wanted, min(wanted, _EVICT_AT_ONCE))
             own = self._first_of_room(serial)
         if own is not None:
             return self._hold(own)

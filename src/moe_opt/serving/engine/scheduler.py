@@ -181,7 +181,7 @@ class Scheduler:
         self.prefix_query_tokens += len(sequence.tokens)
         if sequence.preemptions == 0:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
-        self.pool.make_room(sequence.serial, self._room(sequence))
+        self.pool.make_room(sequence.serial, self._room(sequence), rest)
         return True
 
     def _lookup(self, sequence: Sequence, reuse_browned: bool) -> list[tuple[int, bool]]:

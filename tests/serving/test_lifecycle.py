@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
@@ -47,10 +48,36 @@ def test_half_a_body_holds_nothing(server):
     server.wait_until_idle()
 
 
-def test_overload_slow_bodies_and_shutdown(served_model_dir):
+@pytest.fixture
+def collector():
+    """An OpenTelemetry collector on a free port: (address, spans received)."""
+    grpc = pytest.importorskip("grpc")
+    service = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2_grpc")
+    pytest.importorskip("opentelemetry.exporter.otlp.proto.grpc.trace_exporter")
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+
+    spans = []
+
+    class Collector(service.TraceServiceServicer):
+        def Export(self, request, context):
+            for resource in request.resource_spans:
+                for scope in resource.scope_spans:
+                    spans.extend(scope.spans)
+            return ExportTraceServiceResponse()
+
+    server = grpc.server(ThreadPoolExecutor(1))
+    service.add_TraceServiceServicer_to_server(Collector(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    yield f"http://127.0.0.1:{port}", spans
+    server.stop(None)
+
+
+def test_overload_slow_bodies_traces_and_shutdown(served_model_dir, collector):
     """One server with tight bounds. SIGTERM lets the running request finish, refuses new ones and exits 0."""
+    endpoint, spans = collector
     flags = ["--model-id", str(served_model_dir), "--max-total-tokens", "2000", "--max-concurrent-requests", "2"]
-    flags += ["--body-timeout", "1", "--request-timeout", "30", "--json-output", "--max-batch-size", "4"]
+    flags += ["--body-timeout", "1", "--json-output", "--max-batch-size", "4", "--otlp-endpoint", endpoint]
     with running_server(*flags) as server:
         answers = []
 
@@ -62,7 +89,8 @@ def test_overload_slow_bodies_and_shutdown(served_model_dir):
             thread.start()
         while server.metric("tgi_batch_current_size") < 2:
             time.sleep(0.01)
-        overloaded = server.post("/generate", long_body(1))
+        trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+        overloaded = server.post("/generate", long_body(1), headers=trace)
         assert overloaded.status_code == 429
         assert overloaded.json() == {"error": "Model is overloaded", "error_type": "overloaded"}
         streamed = server.post("/generate_stream", long_body(1))
@@ -91,6 +119,21 @@ def test_overload_slow_bodies_and_shutdown(served_model_dir):
         assert server.process.wait(30) == 0
         entries = [json.loads(line) for line in server.log if line.startswith("{")]
         assert any(entry.get("status") == 429 and entry["level"] == "INFO" for entry in entries)
+    # What was traced arrives at the latest when the server ends; the caller's trace goes on in ours.
+    generated = [span for span in spans if span.name == "POST /generate"]
+    assert len(generated) >= 4
+    assert any(span.trace_id.hex() == "0af7651916cd43dd8448eb211c80319c" for span in generated)
+    statuses = {a.value.int_value for span in generated for a in span.attributes if a.key.endswith("status_code")}
+    assert {200, 429, 408, 503} <= statuses
+
+
+def test_a_request_that_takes_too_long_is_answered_and_cancelled(served_model_dir):
+    flags = ["--model-id", str(served_model_dir), "--request-timeout", "0.05"]
+    with running_server(*flags) as server:
+        answer = server.post("/generate", long_body(1000))
+        assert (answer.status_code, answer.json()["error_type"]) == (424, "generation")
+        assert '"error_type":"generation"' in server.post("/generate_stream", long_body(1000)).text
+        server.wait_until_idle()
 
 
 @pytest.mark.parametrize(

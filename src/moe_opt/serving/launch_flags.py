@@ -95,6 +95,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("payload-limit", int, 2_000_000, "bytes of a request body"),
     Flag("request-timeout", float, None, "seconds for a whole answer; default: no bound"),
     Flag("body-timeout", float, 60.0, "seconds to receive a request body"),
+    Flag("write-timeout", float, 60.0, "seconds that a client may leave a stream unread"),
     Flag("graceful-termination-timeout", float, 90.0, "seconds that requests get to finish after SIGTERM"),
     Flag("validation-workers", int, 2, "threads that tokenise"),
     Flag("disable-grammar-support", _flag, False, "refuse grammars, tools and response formats"),

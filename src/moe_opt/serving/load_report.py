@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +138,9 @@ def summary_lines(summary: dict[str, Any]) -> list[str]:
 
 def plot_load(
     path: Path,
-    runs: dict[str, Sequence[RequestRecord]],
+    runs: Mapping[str, Sequence[RequestRecord]],
     *,
-    thresholds: dict[str, Sequence[tuple[float, float, float]]] | None = None,
+    thresholds: Mapping[str, Sequence[tuple[float, float, float]]] | None = None,
     slo_tpot: float | None = None,
     slo_ttft: float | None = None,
 ) -> None:

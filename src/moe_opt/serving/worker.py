@@ -159,6 +159,7 @@ def build_state(values: dict[str, Any], model: Any, tokenizer: Any) -> ApiState:
         max_client_batch_size=values["max_client_batch_size"],
         payload_limit=values["payload_limit"],
         body_timeout=values["body_timeout"],
+        write_timeout=values["write_timeout"],
         request_timeout=values["request_timeout"],
         grammar_support=not values["disable_grammar_support"],
     )

@@ -18,7 +18,8 @@ class Limits:
         max_client_batch_size: prompts of one `/v1/completions` or `/vertex` request.
         payload_limit: bytes of a request body. max_stop_bytes: bytes of one stop sequence.
         max_grammar_bytes: bytes of a grammar or of all tools together, as JSON.
-        body_timeout: seconds to receive a body. request_timeout: seconds for the whole answer, None for no bound.
+        body_timeout: seconds to receive a body. write_timeout: seconds that a client may leave a stream unread.
+        request_timeout: seconds for the whole answer, None for no bound.
         keep_alive: seconds between the comments that keep a silent stream open.
         grammar_support: False refuses grammars, tools and response formats.
     """
@@ -34,6 +35,7 @@ class Limits:
     max_stop_bytes: int = 4096
     max_grammar_bytes: int = 100_000
     body_timeout: float = 60.0
+    write_timeout: float = 60.0
     request_timeout: float | None = None
     keep_alive: float = 15.0
     grammar_support: bool = True
@@ -47,7 +49,7 @@ class Limits:
                 f"max_input_tokens ({self.max_input_tokens}) must be below max_total_tokens ({self.max_total_tokens}): "
                 "a request generates at least one token"
             )
-        for name in ("body_timeout", "request_timeout", "keep_alive"):
+        for name in ("body_timeout", "write_timeout", "request_timeout", "keep_alive"):
             value = getattr(self, name)
             if value is not None and not 0 < value < float("inf"):
                 raise ConfigError(f"{name} must be a positive number of seconds, got {value}")

@@ -47,7 +47,7 @@ async def answer_chat(request: web.Request, chat: ChatRequest, raw: bytes) -> we
         done = not _needs_no_done(raw)
         async with aclosing(_chat_events(request, chat, prompt, done)) as events:
             headers = stream_headers(state, exact=wants_exact(request) or bool(chat.exact), characters=len(prompt.text))
-            return await send_events(request, events, headers=headers, keep_alive=state.limits.keep_alive)
+            return await send_events(request, events, headers=headers, limits=state.limits)
     valid, sequences = await run(request, prompt.text, prompt.parameters, add_special_tokens=False)
     call = parse_call(sequences[0].finish.generated_text) if prompt.using_tools else None
     if prompt.using_tools and call is None:  # the model declined every tool: ask again without them
@@ -229,7 +229,7 @@ async def answer_completion(request: web.Request, body: CompletionRequest) -> we
         async with aclosing(_completion_events(request, body, prompts, parameters)) as events:
             characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
             headers = stream_headers(state, exact=wants_exact(request) or bool(body.exact), characters=characters)
-            return await send_events(request, events, headers=headers, keep_alive=state.limits.keep_alive)
+            return await send_events(request, events, headers=headers, limits=state.limits)
     runs = [asyncio.ensure_future(_complete(request, prompt, body, parameters)) for prompt in prompts]
     try:
         results = await asyncio.gather(*runs)

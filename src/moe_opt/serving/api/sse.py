@@ -10,6 +10,8 @@ from typing import Any
 
 from aiohttp import web
 
+from moe_opt.serving.api.limits import Limits
+
 DONE = "[DONE]"
 
 
@@ -20,12 +22,13 @@ def frame(data: Any) -> bytes:
 
 
 async def send_events(
-    request: web.Request, events: AsyncIterator[Any], *, headers: Mapping[str, str], keep_alive: float
+    request: web.Request, events: AsyncIterator[Any], *, headers: Mapping[str, str], limits: Limits
 ) -> web.StreamResponse:
     """Answer with a stream of events. The caller closes `events`; a client that leaves cancels the handler.
 
     Args:
-        events: JSON-serialisable objects, or text. keep_alive: seconds between two comments.
+        events: JSON-serialisable objects, or text. limits: seconds between two comments, and how long a client may
+            leave the stream unread before it is cut off: it holds a slot all the while.
     """
     response = web.StreamResponse(
         headers={
@@ -37,11 +40,16 @@ async def send_events(
     )
     await response.prepare(request)
     # One task per stream, not a timer per token: a token must cost the event loop as little as possible.
-    comments = asyncio.create_task(_comment(response, keep_alive))
+    comments = asyncio.create_task(_comment(response, limits.keep_alive))
     try:
         async for event in events:
-            await response.write(frame(event))
+            async with asyncio.timeout(limits.write_timeout):
+                await response.write(frame(event))
         await response.write_eof()
+    except TimeoutError as error:
+        if request.transport is not None:
+            request.transport.abort()
+        raise ConnectionResetError(f"the client read nothing for {limits.write_timeout} s") from error
     finally:
         comments.cancel()
         with contextlib.suppress(asyncio.CancelledError, ConnectionError):

@@ -179,7 +179,7 @@ async def stream_response(request: web.Request, body: GenerateRequest) -> web.St
             request, events,
             headers=stream_headers(state, exact=wants_exact(request) or bool(body.resolved.exact),
                                    characters=len(body.inputs)),
-            keep_alive=state.limits.keep_alive,
+            limits=state.limits,
         )  # fmt: skip
 
 

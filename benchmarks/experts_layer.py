@@ -69,7 +69,7 @@ def main() -> None:
         hidden, ids, weights = routing(args, tokens)
         stock = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
 
-        def stock_run(hidden: Any = hidden, ids: Any = ids, weights: Any = weights) -> None:
+        def stock_run(hidden: Any = hidden, ids: Any = ids, weights: Any = weights, stock: Any = stock) -> None:
             stock(module, hidden, ids, weights)
             if args.device != "cpu":
                 torch.cuda.synchronize()

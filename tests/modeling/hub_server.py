@@ -1,7 +1,7 @@
 """A Hugging Face Hub in memory, on the loopback: as much of its HTTP API as uploads and snapshot downloads use.
 
-Repositories, commits as NDJSON with regular and LFS files, the LFS batch API with the basic transfer, revisions by branch
-or commit, the tree, and `resolve` with the headers that the client's cache is keyed by.
+Repositories, commits as NDJSON with regular and LFS files, the LFS batch API with the basic transfer, revisions by
+branch or commit, the tree, and `resolve` with the headers that the client's cache is keyed by.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What composes: PEFT, torch.compile, gradient checkpointing, offload, state dicts. docs/composition.md is the table."""
+"""What composes: PEFT, torch.compile, gradient checkpointing, offload. docs/composition.md is the table."""
 
 import pytest
 import torch

@@ -1,7 +1,7 @@
 """Publishing and loading united experts by Hub id, against a server that speaks the Hub's HTTP API.
 
-The client side runs in a process of its own, because `huggingface_hub` reads HF_ENDPOINT and HF_HUB_OFFLINE once, when it
-is imported.
+The client side runs in a process of its own, because `huggingface_hub` reads HF_ENDPOINT and HF_HUB_OFFLINE once, when
+it is imported.
 """
 
 from __future__ import annotations

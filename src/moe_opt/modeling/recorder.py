@@ -14,7 +14,8 @@ import torch
 from moe_opt.errors import ConfigError
 
 if TYPE_CHECKING:
-    from moe_opt.modeling.runtime import ForwardContext, MoERuntime
+    from moe_opt.modeling.runtime import MoERuntime
+    from moe_opt.modeling.step import ForwardContext
 
 
 class ExpertRecorder:

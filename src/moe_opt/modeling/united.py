@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +23,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from moe_opt.errors import ConfigError, IncompatibleUnitedExpertsError
-from moe_opt.modeling.experts import UNITED_ATTRIBUTE, expert_tensor_names, find_moe_layers
+from moe_opt.modeling.experts import expert_tensor_names, find_moe_layers
+from moe_opt.modeling.united_weights import united_weights
 
 if TYPE_CHECKING:
     from moe_opt.modeling.runtime import MoERuntime
@@ -451,91 +451,3 @@ def _pick_ways(folder: Path, source: str, ways: int | None) -> Path:
     if ways is None:
         raise IncompatibleUnitedExpertsError(f"{source} holds united experts of {choices} ways: say which, ways=...")
     raise IncompatibleUnitedExpertsError(f"{source} holds no {ways}-way united experts, only {choices}")
-
-
-class UnitedWeights(nn.Module):
-    """Child `united` of an experts module: parameters `[U, ...]` named like the module's own."""
-
-    def __init__(self, tensors: Mapping[str, torch.Tensor], group_of_expert: torch.Tensor) -> None:
-        super().__init__()
-        for key, value in tensors.items():
-            self.register_parameter(key, nn.Parameter(value, requires_grad=False))
-        self.register_buffer("group_of_expert", group_of_expert, persistent=False)
-        self.num_united = int(group_of_expert.max()) + 1
-
-    def forward(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors by name. A call, so that adapters that wrap this module (PEFT's `target_parameters`) act."""
-        return {key: getattr(self, key) for key in expert_tensor_names(self)}
-
-
-def united_weights(module: nn.Module) -> UnitedWeights | None:
-    """The united experts of an experts module, without the adapters around them."""
-    child = module._modules.get(UNITED_ATTRIBUTE)
-    while child is not None and not isinstance(child, UnitedWeights):
-        child = child.get_base_layer()  # type: ignore[operator]
-    return child
-
-
-class ExpertPool:
-    """One `[E+U, ...]` storage for a layer's originals and united experts, of which both sets of parameters are views.
-
-    With it a browned-out step is one grouped matrix product. `.to()`, `load_state_dict(assign=True)`, offload and deep
-    copies break the sharing; `intact` notices, and the caller builds a new pool or takes two products instead.
-    """
-
-    def __init__(self, module: nn.Module, united: UnitedWeights) -> None:
-        self.weights: dict[str, torch.Tensor] = {}
-        self._pointers: list[tuple[str, int, int]] = []
-        # Built on first use, which may be inside inference mode; the storage must outlive it.
-        with torch.inference_mode(False), torch.no_grad():
-            for key in expert_tensor_names(module):
-                original, extra = module._parameters[key], united._parameters[key]
-                assert original is not None
-                assert extra is not None
-                count = original.shape[0]
-                storage = torch.empty(
-                    (count + extra.shape[0], *original.shape[1:]),
-                    dtype=original.dtype,
-                    device=original.device,
-                )
-                storage[:count].copy_(original)
-                storage[count:].copy_(extra)
-                original.data = storage[:count]
-                extra.data = storage[count:]
-                self.weights[key] = storage
-                self._pointers.append((key, original.data_ptr(), extra.data_ptr()))
-
-    @staticmethod
-    def possible(module: nn.Module, united: UnitedWeights) -> bool:
-        """Plain parameters in memory on one device; no accelerate hook, no parametrisation, no sharded tensors."""
-        if hasattr(module, "_hf_hook"):
-            return False
-        for key in expert_tensor_names(module):
-            original, extra = module._parameters.get(key), united._parameters.get(key)
-            if type(original) is not nn.Parameter or type(extra) is not nn.Parameter:
-                return False
-            if original.device != extra.device or original.device.type == "meta":
-                return False
-            if original.dtype != extra.dtype:
-                return False
-        return True
-
-    def intact(self, module: nn.Module, united: UnitedWeights) -> bool:
-        for key, original_pointer, extra_pointer in self._pointers:
-            original, extra = module._parameters.get(key), united._parameters.get(key)
-            if original is None or extra is None:
-                return False
-            if original.data_ptr() != original_pointer or extra.data_ptr() != extra_pointer:
-                return False
-        return True
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None  # a copied model has parameters of its own and builds its own pool
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(None), ())
-
-
-def united_memory(num_experts: int, ways: int, bytes_per_expert: int, num_layers: int) -> int:
-    """Bytes that united experts of `ways` add: ceil(E / ways) experts a layer."""
-    return math.ceil(num_experts / ways) * bytes_per_expert * num_layers

@@ -132,7 +132,7 @@ class BrownoutControl:
 
     def _wanted(self) -> dict[str, float]:
         """Threshold of each phase that a controller or an operator decides."""
-        by_slo = {phase: controller.threshold for phase, controller in self._controllers.items()}
+        by_slo = {phase: round(controller.threshold, 6) for phase, controller in self._controllers.items()}
         wanted = dict(by_slo)
         if by_slo:
             wanted["prefill"] = min(by_slo.values())

@@ -24,9 +24,12 @@ def test_the_command_line_wins_over_the_environment_which_wins_over_the_default(
 def test_every_flag_has_an_environment_variable():
     texts = {"int": "3", "float": "0.5", "str": "x"}
     for flag in FLAGS:
-        text = {"dtype": "float32", "brownout_layers": "1-3", "cors_allow_origin": "a,b"}.get(
-            flag.key, texts.get(getattr(flag.parse, "__name__", ""), "true")
-        )
+        text = {
+            "dtype": "float32",
+            "experts_kernels": "eager",
+            "brownout_layers": "1-3",
+            "cors_allow_origin": "a,b",
+        }.get(flag.key, texts.get(getattr(flag.parse, "__name__", ""), "true"))
         if flag.key == "max_input_length":
             continue
         values, _ = resolved("--model-id", "m", **{flag.variable: text})

@@ -1,4 +1,4 @@
-"""A burst against a running server, with and without brownout: the experiment of BrownoutServe's Fig. 10 in small.
+"""A burst against a running server, with and without brownout: BrownoutServe V-D (Figs. 12 and 13) in small.
 
 Capacity and objective are measured on the machine at hand: the objective lies between the time per output token of a
 full batch with all experts and with none but united ones, so that only brownout can keep it in the burst.

@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from moe_opt.config import KERNELS
 from moe_opt.errors import ConfigError
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -102,6 +103,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("prefix-caching", _flag, True, "reuse the KV pages of equal prefixes"),
     Flag("page-size", int, 16, "tokens of a KV page"),
     Flag("cuda-graphs", _flag, True, "capture decode steps (CUDA)"),
+    Flag("experts-kernels", _one_of(*KERNELS), "auto", "kernel of the experts where nothing browns out"),
     # observability
     Flag("json-output", _flag, False, "logs as JSON lines"),
     Flag("log-level", str, "info", "debug, info, warning or error"),

@@ -61,7 +61,8 @@ def load_model(values: dict[str, Any]) -> tuple[Any, Any]:
     source, revision, trust = values["model_id"], values["revision"], values["trust_remote_code"]
     device = values["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = MoEOptConfig(
-        brownout_layers=None if values["brownout_layers"] is None else list(values["brownout_layers"])
+        brownout_layers=None if values["brownout_layers"] is None else list(values["brownout_layers"]),
+        kernels=values["experts_kernels"],
     )
     if values["united_experts"] is not None:
         settings.united_experts, settings.ways = values["united_experts"], values["ways"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -84,6 +85,7 @@ class BrownoutControl:
         self._controllers = objectives.controllers()
         self._held: dict[str, float] = {}  # thresholds that an operator holds
         self._set: dict[str, float] = {}  # what the engine was last told
+        self._decided = -math.inf
         self._lock = threading.Lock()  # step reports come from the engine's thread
         self._changes = asyncio.Lock()  # one change of experts at a time
         for phase, slo in (("prefill", objectives.ttft), ("decode", objectives.tpot)):
@@ -115,11 +117,14 @@ class BrownoutControl:
     async def run(self) -> None:
         """Decides while the engine is idle, so that thresholds rise again without traffic. Runs until cancelled."""
         while True:
-            await asyncio.sleep(self.objectives.period)
+            await asyncio.sleep(self.objectives.period / 4)  # a decision just missed must not wait a whole period
             self._decide(time.monotonic())
 
     def _decide(self, now: float) -> None:
+        if now - self._decided < self.objectives.period:
+            return  # most steps end here: a percentile per step would cost more than all other metrics
         with self._lock:
+            self._decided = now
             for phase, controller in self._controllers.items():
                 controller.update(now)
                 p90 = controller.p90(now)
@@ -226,6 +231,7 @@ class BrownoutControl:
             if objectives != self.objectives:
                 await self._set_objectives(objectives)
             if threshold == "slo":
+                self._decided = -math.inf
                 self._decide(time.monotonic())
             logger.info("brownout changed: %s", {**settings, "phase": phase, "ways": ways, "slo": objectives})
             return self.status()

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from aiohttp import web
 from transformers import AutoTokenizer
+from transformers.utils import logging as transformers_logging
 
 from moe_opt.config import MoEOptConfig
 from moe_opt.errors import ConfigError, MoEOptError
@@ -66,6 +67,8 @@ def load_model(values: dict[str, Any]) -> tuple[Any, Any]:
     )
     if values["united_experts"] is not None:
         settings.united_experts, settings.ways = values["united_experts"], values["ways"]
+    if values["json_output"] or not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # a bar is no log line
     dtype = values["dtype"] if values["dtype"] == "auto" else getattr(torch, values["dtype"])
     try:
         tokenizer = AutoTokenizer.from_pretrained(source, revision=revision, trust_remote_code=trust)

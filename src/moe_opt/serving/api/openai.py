@@ -18,7 +18,7 @@ from moe_opt.serving.api.schemas import ChatRequest, CompletionRequest, Generate
 from moe_opt.serving.api.service import Sequence, brownout_details
 from moe_opt.serving.api.sse import DONE, send_events
 from moe_opt.serving.api.state import ApiState, parse, read_body, state_of, times_of, wants_exact
-from moe_opt.serving.api.tgi import answer_headers, run, run_stream, spans_json, stream_headers
+from moe_opt.serving.api.tgi import answer_headers, logprob_json, run, run_stream, spans_json, stream_headers
 from moe_opt.serving.api.tools import CallStream, parse_call
 from moe_opt.serving.api.validation import ValidRequest
 from moe_opt.serving.engine.types import FinishEvent, TokenEvent
@@ -184,10 +184,11 @@ def _call_id(request: web.Request) -> str:
 def _logprob(event: TokenEvent) -> dict[str, Any]:
     return {
         "token": event.token.text,
-        "logprob": event.token.logprob,
+        "logprob": logprob_json(event.token.logprob),
         "bytes": list(event.token.text.encode()),
         "top_logprobs": [
-            {"token": top.text, "logprob": top.logprob, "bytes": list(top.text.encode())} for top in event.top_tokens
+            {"token": top.text, "logprob": logprob_json(top.logprob), "bytes": list(top.text.encode())}
+            for top in event.top_tokens
         ],
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -215,7 +216,12 @@ _EMPTY_TOKEN = {"id": 0, "text": "", "logprob": 0.0, "special": True}
 
 
 def token_json(token: Token) -> dict[str, Any]:
-    return {"id": token.id, "text": token.text, "logprob": token.logprob, "special": token.special}
+    return {"id": token.id, "text": token.text, "logprob": logprob_json(token.logprob), "special": token.special}
+
+
+def logprob_json(logprob: float | None) -> float | None:
+    """JSON has no infinity: a token that the model rules out altogether gets the lowest float32."""
+    return logprob if logprob is None or math.isfinite(logprob) else -3.4028235e38
 
 
 def _sequence_json(sequence: Sequence) -> dict[str, Any]:
@@ -225,7 +231,7 @@ def _sequence_json(sequence: Sequence) -> dict[str, Any]:
         "finish_reason": finish.finish_reason,
         "generated_tokens": finish.generated_tokens,
         "seed": finish.seed,
-        "prefill": [{"id": t.id, "text": t.text, "logprob": t.logprob} for t in finish.prefill],
+        "prefill": [{"id": t.id, "text": t.text, "logprob": logprob_json(t.logprob)} for t in finish.prefill],
         "tokens": [token_json(event.token) for event in sequence.tokens],
     }
     if any(event.top_tokens for event in sequence.tokens):
@@ -239,8 +245,7 @@ def answer_headers(
     """TGI's headers of an answer that is not streamed, over all its prompts; times in milliseconds."""
     finishes = [sequences[0].finish for sequences in answers]
     total = time.monotonic() - times.arrived
-    generated = sum(finish.generated_tokens for finish in finishes)
-    inference = max(finish.timings.inference for finish in finishes)
+    per_token = max(finish.timings.inference / max(1, finish.generated_tokens) for finish in finishes)
     every = [sequence.finish for sequences in answers for sequence in sequences]
     return {
         "x-compute-type": state.info.compute_type,
@@ -249,10 +254,10 @@ def answer_headers(
         "x-total-time": str(int(total * 1000)),
         "x-validation-time": str(int(times.validation * 1000)),
         "x-queue-time": str(int(max(finish.timings.queue for finish in finishes) * 1000)),
-        "x-inference-time": str(int(inference * 1000)),
-        "x-time-per-token": str(int(inference * 1000 / max(1, generated))),
+        "x-inference-time": str(int(max(finish.timings.inference for finish in finishes) * 1000)),
+        "x-time-per-token": str(int(per_token * 1000)),
         "x-prompt-tokens": str(sum(finish.prompt_tokens for finish in finishes)),
-        "x-generated-tokens": str(generated),
+        "x-generated-tokens": str(sum(finish.generated_tokens for finish in finishes)),
         BROWNOUT_HEADER: brownout_header(brownout_details(every)),
     }
 

@@ -24,6 +24,13 @@ PAPER_TABLE_1 = {
     "br-h survival": ((40757, 78.7, 979), (44010, 82.1, 893)),
     "br-h exact-match": ((36277, 78.8, 977), (38496, 82.3, 909)),
 }
+# Tables 6 and 7: "H/gamma" -> trace-mean imbalance in tokens on the proprietary trace
+PAPER_SENSITIVITY = {
+    8: {"1/0.9": 32304, "24/0.9": 24706, "48/0.9": 25608, "96/0.9": 31862}
+    | {"48/0.5": 28327, "48/0.7": 26599, "48/1.0": 29318},
+    16: {"1/0.9": 104229, "24/0.9": 117879, "48/0.9": 118396, "96/0.9": 112771}
+    | {"48/0.5": 116074, "48/0.7": 109763, "48/1.0": 127207},
+}
 POLICIES: tuple[tuple[str, str, dict[str, Any]], ...] = (
     ("random", "random", {}),
     ("round-robin", "round-robin", {}),
@@ -58,20 +65,20 @@ def preset_cost() -> StepCost:
     return StepCost(cost.fixed + experts, cost.per_kv_token, 0.0, cost.per_request)
 
 
-def table_1(name: str, section: str) -> None:
+def table_1(name: str, section: str, steps: int | None) -> None:
     """Every policy at 8 workers x 32 slots with 128 waiting."""
     trace = load_trace(name)
     rows: dict[str, Any] = {}
     loads = {}
     for label, policy, options in POLICIES:
         keep = label in ("jsq", "br-0", "br-h oracle")
-        rows[label], runs = heavy(trace, policy, options, preset_cost(), steps=None, record_loads=keep)
+        rows[label], runs = heavy(trace, policy, options, preset_cost(), steps=steps, record_loads=keep)
         log(f"{section} {label}: {rows[label]['imbalance']['mean']:,.0f}")
         if keep and runs[0].loads is not None:
             loads[label] = runs[0].loads[1000:1600]
     mean_kv = rows["jsq"]["kv_tokens_mean"]["mean"]
     fitted = {
-        label: heavy(trace, policy, options, fitted_cost(mean_kv), steps=4000)[0]["throughput"]
+        label: heavy(trace, policy, options, fitted_cost(mean_kv), steps=steps and min(steps, 2500))[0]["throughput"]
         for label, policy, options in POLICIES
         if label in CORE
     }
@@ -96,7 +103,7 @@ def table_2(name: str, section: str, counts: tuple[int, ...] = (4, 8, 16, 64, 25
     """Imbalance against the number of workers; 16 requests wait per worker, as 128 do for 8."""
     rows: dict[str, Any] = {}
     for workers in counts:
-        steps, warmup = (3000, 500) if workers <= 16 else (1000, 400)
+        steps, warmup = (2000, 500) if workers <= 16 else (700, 350)
         trace = load_trace(name)
         need = workers * (32 + 16) + steps * workers * 32 // 100
         trace = repeated(trace, -(-need * 2 // len(trace)))
@@ -115,11 +122,11 @@ def sensitivity(name: str, section: str, workers: int) -> None:
     """The cross of Tables 6 (8 workers) and 7 (16): H at gamma 0.9, gamma at H 48, oracle."""
     rows: dict[str, Any] = {}
     trace = repeated(load_trace(name), 2)
-    rows["jsq"], _ = heavy(trace, "jsq", {}, preset_cost(), workers=workers, pool=16 * workers, steps=2500)
+    rows["jsq"], _ = heavy(trace, "jsq", {}, preset_cost(), workers=workers, pool=16 * workers, steps=2000)
     for horizon, gamma in ((1, 0.9), (24, 0.9), (48, 0.9), (96, 0.9), (48, 0.5), (48, 0.7), (48, 1.0)):
         options = {"horizon": horizon, "gamma": gamma}
         rows[f"{horizon}/{gamma}"], _ = heavy(
-            trace, "br-h", options, preset_cost(), workers=workers, pool=16 * workers, steps=2500
+            trace, "br-h", options, preset_cost(), workers=workers, pool=16 * workers, steps=2000
         )
         log(f"{section} H {horizon} gamma {gamma}: {rows[f'{horizon}/{gamma}']['imbalance']['mean']:,.0f}")
     store(section, {"trace": name, "workers": workers, "rows": rows})
@@ -137,7 +144,7 @@ def clairvoyant_gap(name: str, section: str, steps: int, warmup: int, tries: int
         policy = "br-0" if label.startswith("br-0") else "br-h"
         rows[label], _ = heavy(trace, policy, options | {"candidates": 32}, preset_cost(), steps=steps, warmup=warmup)
     bounds: dict[str, Any] = {}
-    for label, candidates in (("8 oldest", 8), ("whole pool", None)):
+    for label, candidates in (("whole pool", None),):
         values = []
         for offset in offsets(trace):
             plan = clairvoyant(
@@ -158,13 +165,13 @@ def clairvoyant_gap(name: str, section: str, steps: int, warmup: int, tries: int
 
 
 SECTIONS = {
-    "balanceroute-azure": lambda: table_1("azure-conv", "balanceroute-azure"),
-    "balanceroute-mooncake": lambda: table_1("mooncake-conv", "balanceroute-mooncake"),
+    "balanceroute-azure": lambda: table_1("azure-conv", "balanceroute-azure", None),
+    "balanceroute-mooncake": lambda: table_1("mooncake-conv", "balanceroute-mooncake", 2500),
     "balanceroute-sweep-azure": lambda: table_2("azure-conv", "balanceroute-sweep-azure"),
     "balanceroute-sweep-mooncake": lambda: table_2("mooncake-conv", "balanceroute-sweep-mooncake", (4, 8, 16, 64)),
     "balanceroute-sensitivity-8": lambda: sensitivity("mooncake-conv", "balanceroute-sensitivity-8", 8),
     "balanceroute-sensitivity-16": lambda: sensitivity("mooncake-conv", "balanceroute-sensitivity-16", 16),
-    "balanceroute-bound-mooncake": lambda: clairvoyant_gap("mooncake-conv", "balanceroute-bound-mooncake", 2500, 500),
+    "balanceroute-bound-mooncake": lambda: clairvoyant_gap("mooncake-conv", "balanceroute-bound-mooncake", 1600, 400),
     "balanceroute-bound-servegen": lambda: clairvoyant_gap(
         "servegen-m-large", "balanceroute-bound-servegen", 4000, 1500
     ),

@@ -58,10 +58,21 @@ def mooncake() -> None:
     compare("moe_prefill-mooncake", backlog(trace), 512)
 
 
+def mooncake_open() -> None:
+    """The same prompts at the trace's own arrival times on 16 engines: below saturation, so that a worker
+    with the prefix is usually open."""
+    trace = [replace(r, output_tokens=1) for r in load_trace("mooncake-conv", limit=1500)]
+    compare("moe_prefill-mooncake-open", trace, 512, count=16)
+
+
 def multi_selection() -> None:
     """Sibling requests with shared prefixes, a third of them over a prefix seen before."""
     trace = multi_selection_requests(100, rate=1000.0, block_tokens=64, suffix_tokens=(16, 96))
     compare("moe_prefill-multi-selection", backlog(trace), 64)
 
 
-SECTIONS = {"moe_prefill-mooncake": mooncake, "moe_prefill-multi-selection": multi_selection}
+SECTIONS = {
+    "moe_prefill-mooncake": mooncake,
+    "moe_prefill-mooncake-open": mooncake_open,
+    "moe_prefill-multi-selection": multi_selection,
+}

@@ -37,6 +37,7 @@ BATCH_TOKENS = 8192
 REQUESTS_PER_DOMAIN = 48
 TASKS = ["code", "math", "medical", "legal", "general"]
 LANGUAGES = ["lang_de", "lang_es", "lang_fr", "lang_ru", "lang_zh"]
+NATURAL = {"en", "de", "es", "fr", "ru", "zh"}  # code rows may name a programming language instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +107,8 @@ def summarise(texts: list[HeldOut], nats: dict[str, np.ndarray]) -> dict[str, An
     groups: dict[str, dict[str, list[int]]] = {"domains": defaultdict(list), "languages": defaultdict(list)}
     for index, text in enumerate(texts):
         groups["domains"][text.domain].append(index)
-        groups["languages"][text.lang].append(index)
+        if text.lang in NATURAL:
+            groups["languages"][text.lang].append(index)
 
     def row(members: list[int]) -> dict[str, float]:
         tokens = sum(len(texts[index].tokens) - 1 for index in members)

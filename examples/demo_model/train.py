@@ -15,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import shutil
 import time
 from pathlib import Path
 
@@ -194,7 +195,7 @@ class Trainer:
             max_new_tokens=64,
         )
         self.model.save_pretrained(folder, max_shard_size="10MB")
-        self.tokenizer.save_pretrained(folder)
+        shutil.copytree(self.args.work / "tokenizer", folder, dirs_exist_ok=True)
         facts = {
             "steps": self.optimizer.steps,
             "tokens": self.tokens,

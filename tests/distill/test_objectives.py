@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,8 +25,8 @@ def load(family: str) -> Any:
 
 
 @pytest.fixture(params=["qwen2_moe", "gpt_oss", "granitemoe"])
-def model(request: pytest.FixtureRequest) -> Iterator[Any]:
-    yield load(request.param)
+def model(request: pytest.FixtureRequest) -> Any:
+    return load(request.param)
 
 
 def ids(rows: int = 4, seed: int = 5) -> torch.Tensor:

@@ -240,7 +240,7 @@ def _build(cls: type, data: Any, where: str) -> Any:
     values = {}
     for key, value in data.items():
         hint = hints[key]
-        if dataclasses.is_dataclass(hint):
+        if isinstance(hint, type) and dataclasses.is_dataclass(hint):
             base = _defaults_of(cls, key)
             values[key] = _build(
                 hint, {**base, **(value if isinstance(value, dict) else {"": value})}, f"{where}: {key}"

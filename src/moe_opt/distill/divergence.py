@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-_CHUNK = 1024  # tokens whose logits exist at a time
+_CHUNK_VALUES = {"cpu": 1 << 20}  # logits that exist at a time: what a core's cache holds, or what a GPU likes
+_CHUNK_VALUES_ELSEWHERE = 1 << 28
 
 
 class HeadDivergence:
@@ -77,8 +78,9 @@ class _ChunkedDivergence(torch.autograd.Function):
         tokens = len(mine)
         gradient = torch.empty_like(mine)
         total = torch.zeros((), device=mine.device, dtype=torch.float32)
-        for start in range(0, tokens, _CHUNK):
-            part = slice(start, start + _CHUNK)
+        chunk = max(1, _CHUNK_VALUES.get(mine.device.type, _CHUNK_VALUES_ELSEWHERE) // len(weight))
+        for start in range(0, tokens, chunk):
+            part = slice(start, start + chunk)
             exact, log_exact_sum = _exponents(functional.linear(theirs[part], weight, bias))
             browned, log_sum = _exponents(functional.linear(mine[part], weight, bias))
             share = exact.exp()

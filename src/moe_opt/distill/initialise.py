@@ -143,7 +143,7 @@ def _selected(module: nn.Module, own: Tensors, weight: torch.Tensor, task: Group
     """The I neurons, out of the group's n * I, that explain the group's output best when they all run on its tokens:
     greedy least squares with the down projection refitted after every choice (orthogonal matching pursuit)."""
     members, size = own["down"].shape[:2]
-    pool = {key: own[key].flatten(0, 1) for key in ("in", "down", "in_bias") if key in own}
+    pool: Tensors = {key: own[key].flatten(0, 1) for key in ("in", "down", "in_bias") if key in own}
     gram, cross = _normal_equations(module, pool, task)
     count = members * size
     scale = gram.diagonal()[:count].mean().clamp_min(1e-20)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_opt.modeling.united import UnitedExperts, UnitedExpertsConfig, UnitedWeights
+from moe_opt.modeling.united import UnitedExperts, UnitedExpertsConfig
+from moe_opt.modeling.united_weights import UnitedWeights
 
 
 class StudentLayer(nn.Module):

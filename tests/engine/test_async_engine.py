@@ -196,6 +196,21 @@ def test_closing_answers_what_still_runs() -> None:
     in_loop(body)
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_if_the_thread_dies_nobody_waits_forever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        engine = AsyncEngine(make_model(), make_tokenizer(), EngineConfig(kv_pages=64))
+        await engine.start()
+        monkeypatch.setattr(engine.engine, "step", lambda: (_ for _ in ()).throw(SystemExit("killed")))
+        with pytest.raises(EngineClosedError):
+            await collect(engine.submit(request("a", PROMPT)))
+        await asyncio.sleep(0.05)
+        assert not engine.alive
+        await engine.close()
+
+    in_loop(body)
+
+
 def test_brownout_and_united_experts_change_while_serving() -> None:
     async def body() -> None:
         async with running() as engine:

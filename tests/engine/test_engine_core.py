@@ -386,6 +386,27 @@ def test_a_failing_forward_ends_its_requests_and_the_engine_goes_on(monkeypatch:
         engine.close()
 
 
+def test_even_a_failing_scheduler_answers_everyone_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(max_batch_size=1)
+    try:
+        for name in ("runs", "waits"):
+            engine.add(request(name, PROMPT, max_new_tokens=4))
+        engine.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.pool, "take", None)
+            failed: dict[str, Any] = {}
+            while engine.has_work:
+                failed.update(dict(engine.step()))
+        engine.check()
+        assert set(failed) == {"runs", "waits"}
+        assert all(isinstance(error, GenerationError) for error in failed.values())
+        assert tokens_of(run(engine, request("later", PROMPT, max_new_tokens=4))["later"]) == generated(
+            "qwen2_moe", PROMPT, 4
+        )
+    finally:
+        engine.close()
+
+
 def test_one_requests_text_error_is_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine()
     try:

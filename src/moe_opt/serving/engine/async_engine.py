@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import logging
 import queue
 import threading
@@ -100,6 +101,7 @@ class AsyncEngine:
         self._idle = asyncio.Event()
         self._draining = False
         self._stop = False
+        self._snapshot = self.engine.stats()
         self._compiling: set[asyncio.Task[None]] = set()
 
     @property
@@ -150,7 +152,8 @@ class AsyncEngine:
         self._commands.put(lambda: _ignore(self.engine.cancel(request_id)))
 
     def stats(self) -> EngineStats:
-        return self.engine.stats(draining=self._draining)
+        """As of the last step, or the last change between two steps."""
+        return dataclasses.replace(self._snapshot, draining=self._draining)
 
     def brownout(self) -> BrownoutStatus:
         return self.engine.brownout()
@@ -186,10 +189,7 @@ class AsyncEngine:
             return
         self._commands.put(self._request_stop)
         await asyncio.get_running_loop().run_in_executor(None, thread.join)
-        for request_id, stream in list(self._streams.items()):
-            del self._streams[request_id]
-            stream.put(EngineClosedError("the engine was closed while the request ran"))
-        self._note_idle()
+        self._end_streams()
 
     # ------------------------------------------------------------- on the event loop
 
@@ -216,6 +216,7 @@ class AsyncEngine:
             except BaseException as error:
                 done.set_exception(error)
             else:
+                self._snapshot = self.engine.stats()
                 done.set_result(None)
 
         self._commands.put(run)
@@ -231,6 +232,12 @@ class AsyncEngine:
                 del self._streams[request_id]
         self._note_idle()
 
+    def _end_streams(self) -> None:
+        for request_id, stream in list(self._streams.items()):
+            del self._streams[request_id]
+            stream.put(EngineClosedError("the engine was closed while the request ran"))
+        self._note_idle()
+
     def _note_idle(self) -> None:
         if not self._streams:
             self._idle.set()
@@ -239,14 +246,17 @@ class AsyncEngine:
 
     def _run(self) -> None:
         engine = self.engine
-        while not self._stop:
-            self._obey(wait=not engine.has_work)
-            if self._stop or not engine.has_work:
-                continue
-            outcomes = engine.step()
-            if outcomes:
-                self._send(outcomes)
-        engine.close()
+        try:
+            while not self._stop:
+                self._obey(wait=not engine.has_work)
+                outcomes = engine.step() if engine.has_work and not self._stop else []
+                self._snapshot = engine.stats()
+                if outcomes:
+                    self._send(outcomes)
+        finally:
+            engine.close()
+            self._snapshot = engine.stats()
+            self._call_on_loop(self._end_streams)
 
     def _obey(self, wait: bool) -> None:
         """Run every command that came in; with `wait`, until there is at least one."""
@@ -265,9 +275,12 @@ class AsyncEngine:
             self._send([(request.request_id, error)])
 
     def _send(self, outcomes: list[tuple[str, Event | Exception]]) -> None:
+        self._call_on_loop(lambda: self._deliver(outcomes))
+
+    def _call_on_loop(self, action: _Command) -> None:
         assert self._loop is not None
         with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody listens any more
-            self._loop.call_soon_threadsafe(self._deliver, outcomes)
+            self._loop.call_soon_threadsafe(action)
 
     def _request_stop(self) -> None:
         self._stop = True

@@ -172,7 +172,11 @@ class Engine:
     def step(self) -> list[Outcome]:
         """Run one batch. Returns what happened to whom, in order; empty if there was nothing to do."""
         started = time.monotonic()
-        plan = self.scheduler.schedule(reuse_browned=self._browning())
+        try:
+            plan = self.scheduler.schedule(reuse_browned=self._browning())
+        except Exception as error:  # a bug, then: nothing that was planned with it can be trusted
+            logger.exception("scheduling failed with %d requests", len(self._sequences))
+            return [self._fail(sequence, error) for sequence in list(self._sequences.values())]
         rows = plan.rows
         if not rows:
             return []
@@ -346,7 +350,7 @@ class Engine:
 
     # ------------------------------------------------------------- state
 
-    def stats(self, *, draining: bool = False) -> EngineStats:
+    def stats(self) -> EngineStats:
         """A snapshot, consistent between two steps."""
         scheduler = self.scheduler
         return EngineStats(
@@ -368,7 +372,7 @@ class Engine:
             prefix_hit_tokens=scheduler.prefix_hit_tokens,
             prefix_query_tokens=scheduler.prefix_query_tokens,
             last_step_seconds=self._last_step_seconds,
-            draining=draining,
+            draining=False,
         )
 
     def check(self) -> None:

@@ -61,6 +61,9 @@ class ModelRunner:
         model.set_attn_implementation(IMPLEMENTATION)
         try:
             self.layers = find_layers(model)
+            devices = {str(layer.device) for layer in self.layers} | {str(self.device)}
+            if len(devices) > 1:
+                raise ConfigError(f"the engine runs on one device, but the model lies on {', '.join(sorted(devices))}")
             limit = config.max_total_tokens or self._longest()
             self.num_pages = pages_that_fit(config, self.layers, limit)
             self.max_total_tokens = min(limit, self.num_pages * config.page_size)

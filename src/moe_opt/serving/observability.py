@@ -65,6 +65,18 @@ def setup_logging(level: str, json_output: bool) -> None:
     root.propagate = False
 
 
+def _exporter(endpoint: str) -> Any:
+    """gRPC as TGI sends it; HTTP where the address says so, by its path or by the usual port 4318."""
+    if "/v1/traces" in endpoint or endpoint.rstrip("/").endswith(":4318"):
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as HttpExporter
+
+        url = endpoint if "/v1/traces" in endpoint else endpoint.rstrip("/") + "/v1/traces"
+        return HttpExporter(endpoint=url)
+    from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter as GrpcExporter
+
+    return GrpcExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
+
+
 class Tracer:
     """Spans of requests. Without an endpoint every span is free of cost."""
 
@@ -75,18 +87,18 @@ class Tracer:
         if endpoint is None:
             return
         try:
-            from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
             from opentelemetry.sdk.resources import Resource
             from opentelemetry.sdk.trace import TracerProvider
             from opentelemetry.sdk.trace.export import BatchSpanProcessor
             from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+            exporter = _exporter(endpoint)
         except ImportError as error:
             raise ConfigError(
                 "--otlp-endpoint needs OpenTelemetry: pip install opentelemetry-sdk "
-                f"opentelemetry-exporter-otlp-proto-grpc ({error})"
+                f"opentelemetry-exporter-otlp-proto-grpc (or -http for an endpoint with /v1/traces); {error}"
             ) from error
         self._provider = TracerProvider(resource=Resource.create({"service.name": service_name}))
-        exporter = OTLPSpanExporter(endpoint=endpoint, insecure=not endpoint.startswith("https"))
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         self._tracer = self._provider.get_tracer("moe_opt.serving")
         self._propagate = TraceContextTextMapPropagator()

@@ -54,7 +54,17 @@ def serve(values: dict[str, Any], sockets: list[socket.socket]) -> int:
         MoEOptError, OSError: the model or united experts cannot be served.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    return asyncio.run(_serve(values, sockets))
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        return runner.run(_serve(values, sockets))
+
+
+def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """uvloop where it is installed: every token crosses the event loop, which shares the GIL with the engine."""
+    try:
+        import uvloop
+    except ImportError:
+        return None
+    return uvloop.new_event_loop
 
 
 def load_model(values: dict[str, Any]) -> tuple[Any, Any]:

@@ -36,16 +36,19 @@ def test_reach_limits_the_choice_to_the_oldest() -> None:
     assert np.isfinite(window.evaluate([1], prompts=[1, 1, 1], outputs=[9, 9, 9], reach=2)[0])
 
 
-@pytest.mark.parametrize("candidates", [8, None])
-def test_hindsight_is_at_least_as_level_as_the_routers(candidates) -> None:
+def test_hindsight_over_the_whole_pool_is_more_level_than_the_routers() -> None:
     trace = _trace(1500)
-    plan = clairvoyant(trace, 4, 8, pool_depth=32, steps=300, candidates=candidates, window=16, commit=4, tries=500)
-    assert len(plan.spread) == 300
-    cost = StepCost(fixed=0.01)
     fleet = FleetConfig.uniform(4, 8, pool_depth=32)
-    for name in ("jsq", "br-0"):
-        routed = simulate(trace, make_policy(name), fleet, cost, max_steps=300)
-        assert plan.imbalance(50) < routed.imbalance(50)
+    plan = clairvoyant(trace, 4, 8, pool_depth=32, steps=200, window=16, commit=8, tries=150)
+    few = clairvoyant(trace, 4, 8, pool_depth=32, steps=200, candidates=8, window=16, commit=8, tries=150)
+    assert len(plan.spread) == 200
+    routed = {
+        name: simulate(trace, make_policy(name), fleet, StepCost(fixed=0.01), max_steps=200).imbalance(50)
+        for name in ("jsq", "br-0", "br-h")
+    }
+    assert plan.imbalance(50) < min(routed.values())
+    # a planner that sees only the oldest eight puts off the large ones and may meet them all at once
+    assert few.imbalance(50) < routed["jsq"]
 
 
 def test_same_seed_same_plan() -> None:

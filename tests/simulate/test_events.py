@@ -42,6 +42,13 @@ def test_first_token_counts_again_if_its_step_did_not_end() -> None:
     assert result.finished[0] == pytest.approx(0.05)
 
 
+def test_a_rank_that_is_gone_holds_nobody_up() -> None:
+    trace = [TraceRequest("a", 0.0, 10, 10)]
+    fleet = FleetConfig.uniform(2, 1, speeds=[1.0, 0.1], events=[Fail(0.05, 1)])
+    result = simulate(trace, make_policy("round-robin"), fleet, STEP)
+    assert result.finished[0] == pytest.approx(0.1 + 9 * 0.01), "the first step waits for the slow rank"
+
+
 def test_a_draining_worker_finishes_what_it_has_and_gets_nothing_new() -> None:
     trace = [TraceRequest("a", 0.0, 1, 10), TraceRequest("b", 0.0, 1, 10), TraceRequest("c", 0.05, 1, 1)]
     fleet = FleetConfig.uniform(2, 1, events=[Drain(0.02, 0)])
@@ -82,7 +89,7 @@ def test_events_name_workers_that_exist() -> None:
 def test_conservation_through_any_events(events, barrier: bool, name: str, seed: int) -> None:
     kinds = {"fail": Fail, "recover": Recover, "drain": Drain}
     plan = [
-        ScaleUp(t, WorkerSpec(2, group=9 if not barrier else 0)) if kind == "up" else kinds[kind](t, w)
+        ScaleUp(t, WorkerSpec(2, 200, group=9 if not barrier else 0)) if kind == "up" else kinds[kind](t, w)
         for kind, t, w in events
     ]
     # worker 4 never fails, so that everything can finish

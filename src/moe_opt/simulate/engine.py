@@ -296,7 +296,8 @@ class _Engine:
                 heapq.heappush(self.queue, (min(transfers), index, group.version))
             return
         distinct = self.experts.distinct(index)
-        group.plan(self.now, steps, self.load[members], count, distinct, self.cost, self.speed[members])
+        here = members[self.alive[members]]  # a rank that is gone holds nobody up; an empty one takes part
+        group.plan(self.now, steps, self.load[here], self.count[here], distinct, self.cost, self.speed[here])
         for row in joined:
             if np.isnan(self.recorder.first_token[row]):
                 self.recorder.first_token[row] = group.ends[0]

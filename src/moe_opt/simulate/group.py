@@ -86,7 +86,7 @@ class Group:
         """
         base = cost.fixed + cost.per_expert * experts + cost.per_request * count
         index = np.arange(steps)
-        if len(self.members) == 1:
+        if len(load) == 1:
             seconds = (base[0] + cost.per_kv_token * (load[0] + index * count[0])) / speed[0]
         else:
             tokens = load[None, :] + index[:, None] * count[None, :]

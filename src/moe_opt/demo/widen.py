@@ -2,7 +2,8 @@
 
 The demo model's experts are so small that reading them costs nothing beside the rest of a step. In the models that
 people serve, reading experts is what a decode step does. Zero neurons give the demo model that property and leave
-every output as it is, bit for bit in the tests; so a burst shows on two cores what it shows on a large model.
+every output as it is, but for the order in which a kernel adds; so a burst shows on two cores what it shows on a large
+model.
 """
 
 from __future__ import annotations

@@ -171,7 +171,9 @@ SECTIONS = {
     "balanceroute-sweep-mooncake": lambda: table_2("mooncake-conv", "balanceroute-sweep-mooncake", (4, 8, 16, 64)),
     "balanceroute-sensitivity-8": lambda: sensitivity("mooncake-conv", "balanceroute-sensitivity-8", 8),
     "balanceroute-sensitivity-16": lambda: sensitivity("mooncake-conv", "balanceroute-sensitivity-16", 16),
-    "balanceroute-bound-mooncake": lambda: clairvoyant_gap("mooncake-conv", "balanceroute-bound-mooncake", 1600, 400),
+    "balanceroute-bound-mooncake": lambda: clairvoyant_gap(
+        "mooncake-conv", "balanceroute-bound-mooncake", 1600, 400, tries=1500
+    ),
     "balanceroute-bound-servegen": lambda: clairvoyant_gap(
         "servegen-m-large", "balanceroute-bound-servegen", 4000, 1500
     ),

@@ -17,11 +17,10 @@ from moe_opt.simulate import FleetConfig, ProfileExperts, SimResult, StepCost, g
 from moe_opt.simulate.profiles import RoutingProfiles, load_esft_profiles, split_by_sequence
 from moe_opt.workloads import TraceRequest, load_trace, poisson_arrivals
 
-REQUESTS = 2000
-SEEDS = 2
+REQUESTS, SEEDS = 2000, 2  # pool sizes and ablations
 DECODERS = 16
-PER_DECODER = (4.0, 12.0)  # requests per second and decode worker
-BALANCERS = ("round-robin", "jsq", "p2c")
+PER_DECODER = (2.0, 4.0, 8.0)  # requests per second and decode worker
+BALANCERS = ("random", "round-robin", "jsq", "p2c")
 SKEW = {"intent": 0.1, "law": 0.5, "summary": 0.25, "translation": 0.15}  # a popular domain, as in WildChat
 
 
@@ -47,16 +46,16 @@ def fitted(
     )
 
 
-def workload(rate: float, seed: int, skewed: bool) -> tuple[list[TraceRequest], np.ndarray]:
+def workload(rate: float, seed: int, skewed: bool, requests: int) -> tuple[list[TraceRequest], np.ndarray]:
     """Poisson arrivals with Azure conversation lengths; the second array gives each request's profile."""
     _, measured = halves()
     rng = np.random.default_rng(seed)
     share = {d: measured.domains.count(d) for d in set(measured.domains)}
     weights = np.array([(SKEW[d] if skewed else 0.25) / share[d] for d in measured.domains])
-    rows = rng.choice(len(measured), size=REQUESTS, p=weights / weights.sum())
+    rows = rng.choice(len(measured), size=requests, p=weights / weights.sum())
     lengths = load_trace("azure-conv")
-    picks = rng.integers(len(lengths), size=REQUESTS)
-    arrivals = poisson_arrivals(REQUESTS, rate, seed)
+    picks = rng.integers(len(lengths), size=requests)
+    arrivals = poisson_arrivals(requests, rate, seed)
     trace = [
         TraceRequest(
             f"r{i}", float(t), lengths[p].prompt_tokens, lengths[p].output_tokens, domain=measured.domains[row]
@@ -67,7 +66,15 @@ def workload(rate: float, seed: int, skewed: bool) -> tuple[list[TraceRequest], 
 
 
 def measure(
-    policy_of: Any, rate: float, workers: int, model: SignatureModel, *, skewed: bool = False, cached: str = "none"
+    policy_of: Any,
+    rate: float,
+    workers: int,
+    model: SignatureModel,
+    *,
+    skewed: bool = False,
+    cached: str = "none",
+    requests: int = REQUESTS,
+    seeds: int = SEEDS,
 ) -> dict[str, Any]:
     """TPOT and active experts of one policy, over seeds.
 
@@ -80,8 +87,8 @@ def measure(
     counts = measured.prefill_counts - (measured.cached_counts if cached == "lost" else 0)
     signatures = model.transform(counts)
     tables = []
-    for seed in range(SEEDS):
-        trace, rows = workload(rate, seed, skewed)
+    for seed in range(seeds):
+        trace, rows = workload(rate, seed, skewed, requests)
         policy: Policy = policy_of(seed)
         result: SimResult = simulate(
             trace,
@@ -113,7 +120,9 @@ def main_table() -> None:
     for name in (*BALANCERS, "domain", "eldr"):
         for per_decoder in PER_DECODER:
             rate = per_decoder * DECODERS
-            row = measure(_baseline(name, DECODERS), rate, DECODERS, fitted(DECODERS))
+            row = measure(
+                _baseline(name, DECODERS), rate, DECODERS, fitted(DECODERS), skewed=True, requests=1600, seeds=3
+            )
             rows[f"{name}@{rate:g}"] = row
             curves.setdefault(name, []).append((rate, row["tpot_p50"]["mean"] * 1e3))
             log(f"eldr {name} {rate:g}/s: TPOT p50 {row['tpot_p50']['mean'] * 1e3:.3f} ms")

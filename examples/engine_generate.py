@@ -57,13 +57,13 @@ async def main(path: str) -> None:
                     f"{event.prompt_tokens} prompt tokens from the cache, busiest expert per layer {busiest}"
                 )
 
-    story = "Once upon a time there was a small model that wanted to serve many people at once, and every day"
+    story = "It was a bright morning in spring, and the whole family went down to the village, where the old man"
     try:
         await show("greedy", story, SamplingParams(max_new_tokens=24))
         await asyncio.gather(
             show("same prompt", story, SamplingParams(max_new_tokens=24)),
             show("sampled", story, SamplingParams(do_sample=True, seed=7, top_p=0.9, max_new_tokens=24)),
-            show("stopped", story, SamplingParams(max_new_tokens=64, stop=(".",))),
+            show("stopped", story, SamplingParams(max_new_tokens=64, stop=(", and",))),
             show("left", story, SamplingParams(max_new_tokens=200, ignore_eos=True), leave_after=5),
         )
         try:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tiny_engines import TEN, finish_of, generated, make_engine, request, run, tokens_of
+from tiny_engines import TEN, finish_of, generated, make_engine, make_model, request, run, tokens_of
 
+from moe_opt import UnitedExperts, attach_united_experts, detach_united_experts
 from moe_opt.errors import UnsupportedModelError
 from moe_opt.serving.engine.types import FinishEvent, TokenEvent
 
@@ -109,6 +110,72 @@ def test_equals_generate_under_any_schedule(schedule: dict[str, Any]) -> None:
             assert tokens_of(found) == expected
 
 
+BROWNOUTS = st.fixed_dictionaries(
+    {
+        "kv_pages": st.integers(18, 50),
+        "max_batch_prefill_tokens": st.integers(3, 40),
+        # (prompt, output tokens, step of submission, whether it asks for exact output)
+        "requests": st.lists(
+            st.tuples(st.integers(0, 11), st.integers(1, LONGEST), st.integers(0, 20), st.booleans()),
+            min_size=2,
+            max_size=7,
+        ),
+        # (step, threshold, strategy, phase, ways to exchange or 0)
+        "changes": st.lists(
+            st.tuples(
+                st.integers(0, 30),
+                st.sampled_from([0.0, 0.3, 0.7, 1.0]),
+                st.sampled_from(["partial", "full", "reroute", "top-k"]),
+                st.sampled_from([None, "prefill", "decode"]),
+                st.sampled_from([0, 0, 2, 4]),
+            ),
+            min_size=1,
+            max_size=6,
+        ),
+    }
+)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(BROWNOUTS)
+def test_exact_requests_equal_generate_under_any_brownout(case: dict[str, Any]) -> None:
+    model = make_model("qwen2_moe")
+    attach_united_experts(model, UnitedExperts.from_average(model, ways=4))
+    engine = make_engine(
+        "qwen2_moe",
+        kv_pages=case["kv_pages"],
+        max_batch_prefill_tokens=case["max_batch_prefill_tokens"],
+    )
+    outcomes: dict[str, list[Any]] = {str(i): [] for i in range(len(case["requests"]))}
+    try:
+        step = 0
+        while engine.has_work or any(at >= step for _, _, at, _ in case["requests"]):
+            for at, threshold, strategy, phase, ways in case["changes"]:
+                if at == step:
+                    engine.set_brownout(threshold=threshold, strategy=strategy, phase=phase)
+                    if ways:
+                        engine.swap_united(UnitedExperts.from_average(model, ways=ways))
+            for index, (prompt, count, at, exact) in enumerate(case["requests"]):
+                if at == step:
+                    engine.add(request(str(index), prompts()[prompt], exact=exact, max_new_tokens=count))
+            for name, outcome in engine.step():
+                outcomes[name].append(outcome)
+            engine.check()
+            step += 1
+            assert step < 2000, "the schedule does not end"
+    finally:
+        engine.close()
+        model.moe_opt.set_brownout(threshold=1.0, strategy="partial")
+        detach_united_experts(model)
+    for index, (prompt, count, _, exact) in enumerate(case["requests"]):
+        finish = finish_of(outcomes[str(index)])
+        if exact:
+            assert tokens_of(outcomes[str(index)]) == generated("qwen2_moe", prompts()[prompt], LONGEST)[:count]
+            assert not finish.browned
+        else:
+            assert finish.browned == (finish.lowest_threshold < 1)
+
+
 @pytest.mark.parametrize("family", ["lfm2_moe", "nemotron_h"])
 def test_hybrids_are_refused_by_name_with_the_reason(family: str) -> None:
     with pytest.raises(UnsupportedModelError, match=rf"{family}.*KV pages"):
@@ -116,8 +183,6 @@ def test_hybrids_are_refused_by_name_with_the_reason(family: str) -> None:
 
 
 def test_a_refused_or_closed_model_keeps_its_own_attention() -> None:
-    from tiny_engines import make_model
-
     model = make_model("lfm2_moe")
     before = model.config._attn_implementation
     with pytest.raises(UnsupportedModelError):

@@ -13,7 +13,7 @@ from moe_opt.serving.preflight import preflight
 HELP = "serve a MoE model over TGI's and OpenAI's HTTP API"
 EXAMPLE = """
 moe-opt serve --model-id examples/demo_model --port 8080
-moe-opt serve --model-id examples/demo_model --port 8080 --united-experts . --ways 4 --slo-tpot 0.02
+moe-opt serve --model-id examples/demo_model --united-experts examples/demo_model/united --ways 4 --slo-tpot 0.02
 curl 127.0.0.1:8080/generate -X POST -H 'Content-Type: application/json' \\
     -d '{"inputs": "What is a router?", "parameters": {"max_new_tokens": 20}}'
 """

@@ -98,7 +98,7 @@ async def measure(url: str, args: argparse.Namespace) -> tuple[dict[str, Any], d
     return result, runs
 
 
-def decode_accuracy(model_dir: Path, ways: int, batch: int, steps: int) -> dict[str, float]:
+def decode_accuracy(model_dir: str, united: str, ways: int, batch: int, steps: int) -> dict[str, float]:
     """Next-token accuracy on held-out text, decoded in batches as the server decodes: one token of each of `batch`
     texts a step, the true token fed back. By threshold."""
     import torch
@@ -108,7 +108,7 @@ def decode_accuracy(model_dir: Path, ways: int, batch: int, steps: int) -> dict[
 
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     model = MoEOptimizedForCausalLM.from_pretrained(model_dir, moe_opt=True).eval()
-    attach_united_experts(model, UnitedExperts.from_pretrained(model_dir, ways=ways), check_base=False)
+    attach_united_experts(model, UnitedExperts.from_pretrained(united, ways=ways))
     prefix = 32
     rows = []
     for path in sorted((Path(os.environ.get("MOE_OPT_DATA", "../shared/data")) / "corpus").glob("*.jsonl.gz")):
@@ -163,7 +163,7 @@ def main() -> None:
         flags += ["--dtype", "bfloat16", "--log-level", "info"]
         with LocalServer(*flags) as server:
             result, runs = asyncio.run(measure(server.url, args))
-        accuracy = decode_accuracy(Path(wide), args.ways, args.batch, steps=24)
+    accuracy = decode_accuracy(args.model, args.united, args.ways, args.batch, steps=24)  # same outputs, sooner
     shares = result["token_share_by_threshold"]
     over_run = sum(shares[edge] * accuracy[edge] for edge in shares)
     result["next_token_accuracy_by_threshold"] = accuracy

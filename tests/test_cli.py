@@ -35,10 +35,17 @@ def test_listing_commands_imports_no_torch():
         (["inspect", "no/such/folder/here"], "no model folder at no/such/folder/here"),
         (["demo", "brownout", "--model", "./nowhere"], "no model folder at ./nowhere"),
         (["demo", "brownout", "--threads", "0"], "--threads must be at least 1"),
+        (["inspect"], "the following arguments are required: model (see moe-opt inspect --help)"),
+        (["nosuch"], "invalid choice: 'nosuch'"),
+        (["demo", "nostage"], "invalid choice: 'nostage'"),
     ],
 )
 def test_failures_are_one_line_and_exit_code_2(arguments, message, capsys):
-    assert main(arguments) == 2
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    assert code == 2
     err = capsys.readouterr().err
     assert message in err
     lines = [line for line in err.splitlines() if line.startswith("moe-opt")]

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from moe_opt import __version__
 from moe_opt.errors import MoEOptError
@@ -33,10 +35,15 @@ COMMANDS: dict[str, tuple[str, str]] = {
 }
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, as every other failure does."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def _build_parser(command: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="moe-opt", description="Serve Mixture-of-Experts models from Hugging Face faster."
-    )
+    parser = _Parser(prog="moe-opt", description="Serve Mixture-of-Experts models from Hugging Face faster.")
     parser.add_argument("--version", action="version", version=f"moe-opt {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, (module_name, help_line) in COMMANDS.items():
@@ -67,8 +74,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         return int(args.run(args))
-    except (MoEOptError, OSError) as error:
-        print(f"moe-opt {args.command}: {' '.join(str(error).split())}", file=sys.stderr)
+    except (MoEOptError, OSError, ValueError, ImportError, RuntimeError) as error:
+        # The libraries below report wrong models, files and devices with the last three.
+        if os.environ.get("MOE_OPT_DEBUG"):
+            raise
+        said = " ".join(str(error).split()) or type(error).__name__
+        print(f"moe-opt {args.command}: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print(f"moe-opt {args.command}: interrupted", file=sys.stderr)

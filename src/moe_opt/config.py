@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from moe_opt.errors import ConfigError
@@ -38,7 +39,12 @@ class MoEOptConfig:
 
     def __post_init__(self) -> None:
         if self.united_experts is not None:
-            self.united_experts = str(self.united_experts)
+            if not isinstance(self.united_experts, (str, os.PathLike)):
+                raise ConfigError(
+                    f"moe_opt: united_experts is a folder or Hub id, got {type(self.united_experts).__name__}; attach "
+                    "an object with attach_united_experts(model, united)"
+                )
+            self.united_experts = os.fspath(self.united_experts)
         if self.ways is not None and (isinstance(self.ways, bool) or not isinstance(self.ways, int) or self.ways < 1):
             raise ConfigError(f"moe_opt: ways must be an integer of at least 1, got {self.ways!r}")
         if self.brownout_layers is not None:
@@ -101,6 +107,8 @@ class MoEOptConfig:
 
 
 def _layer_list(layers: Sequence[int]) -> list[int]:
+    if isinstance(layers, (str, bytes)) or not isinstance(layers, Iterable):
+        raise ConfigError(f"moe_opt: brownout_layers holds layer indices, got {layers!r}")
     out = []
     for layer in layers:
         if isinstance(layer, bool) or not isinstance(layer, int) or layer < 0:

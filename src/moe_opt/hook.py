@@ -98,8 +98,10 @@ def _with_keyword(auto_class: Any, name: str, own: Any) -> Any:
     inherited = getattr(auto_class, name).__func__
 
     def method(cls: Any, *args: Any, moe_opt: Any = None, **kwargs: Any) -> Any:
-        if moe_opt is None or moe_opt is False or cls is not auto_class:
+        if moe_opt is None or moe_opt is False:
             return inherited(cls, *args, **kwargs)
+        if cls is not auto_class:
+            raise TypeError(f"moe_opt= is a keyword of AutoModelForCausalLM itself, not of {cls.__name__}")
         from moe_opt.modeling.auto import MoEOptimizedForCausalLM
 
         return getattr(MoEOptimizedForCausalLM, name)(*args, moe_opt=moe_opt, **kwargs)

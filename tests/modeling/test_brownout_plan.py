@@ -213,8 +213,13 @@ def test_reroute_reads_nothing_that_the_batch_would_not_read_anyway(seed, thresh
     tokens, experts, top_k = 7, 16, 4
     scores = torch.randn(tokens, experts, generator=generator) * 2
     weights, ids = scores.softmax(-1).topk(top_k)
+    device = torch.tensor(threshold, dtype=torch.float64)
     fewer = delegate_per_token(ids, weights, threshold, experts, "top-k")
     moved = delegate_per_token(ids, weights, threshold, experts, "reroute", scores=scores)
+    assert (fewer is None) == (moved is None)
+    if fewer is None or moved is None:  # every expert is some token's own: nothing to save, nothing changes
+        return
+    assert torch.equal(fewer.ids, delegate_per_token(ids, weights, device, experts, "top-k").ids)
     read = tokens_per_expert(fewer.ids, experts) > 0
     assert torch.equal(tokens_per_expert(moved.ids, experts) > 0, read)
     assert torch.allclose(moved.weights.sum(1), weights.sum(1), atol=1e-6)
@@ -225,9 +230,16 @@ def test_reroute_reads_nothing_that_the_batch_would_not_read_anyway(seed, thresh
 
 
 def test_per_token_strategies_leave_exact_rows_alone():
-    weights, ids = torch.rand(5, 8).softmax(-1).topk(3)
+    weights, ids = (torch.rand(5, 8, generator=torch.Generator().manual_seed(1)) * 4).softmax(-1).topk(3)
     exact = torch.tensor([True, False, True, False, False])
     for strategy in ("reroute", "top-k"):
         got = delegate_per_token(ids, weights, 0.2, 8, strategy, exact=exact)
         assert torch.equal(got.ids[exact], ids[exact])
         assert torch.equal(got.weights[exact], weights[exact])
+
+
+def test_a_plan_that_saves_no_read_is_not_applied():
+    ids = torch.tensor([[0, 1], [1, 0]])  # each expert is the first of one token
+    weights = torch.tensor([[0.7, 0.3], [0.7, 0.3]])
+    assert delegate_per_token(ids, weights, 0.5, 4, "top-k") is None
+    assert delegate_per_group(ids, weights, 0.9, torch.tensor([0, 0, 1, 1]), "partial") is None

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from families import make_batch, make_config, make_stock
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 import moe_opt
 from moe_opt import MoEOptConfig, MoEOptimizedForCausalLM, UnitedExperts
@@ -97,6 +97,40 @@ def test_explicit_settings_override_saved_ones(tiny, tmp_path):
     assert other.moe_opt.united_config.ways == 2
 
 
+def test_checkpoints_that_lost_their_united_experts_still_load(tiny, tmp_path):
+    """Detached before saving, saved by a stock model, or only a config: the mention of united experts must not bar."""
+    want = logits(tiny)
+    moe_opt.attach_united_experts(tiny, UnitedExperts.from_average(tiny, ways=4))
+    tiny.save_pretrained(tmp_path / "ours")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "ours", moe_opt=True)
+    moe_opt.detach_united_experts(again)
+    again.save_pretrained(tmp_path / "detached")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "ours").save_pretrained(tmp_path / "stock")
+    for folder in ("detached", "stock"):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / folder, moe_opt=True)
+        assert torch.equal(logits(model), want)
+        assert model.moe_opt.united_config is None
+    fresh = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "ours"), moe_opt=True)
+    assert fresh.moe_opt.united_config is None
+    (tmp_path / "parent").mkdir()
+    (tmp_path / "ours").rename(tmp_path / "parent" / "sub")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "parent", subfolder="sub", moe_opt=True)
+    assert model.moe_opt.united_config.ways == 4
+
+
+def test_a_stock_state_dict_loads_with_united_experts_attached(tiny):
+    state = {key: value.clone() for key, value in tiny.state_dict().items()}
+    moe_opt.attach_united_experts(tiny, UnitedExperts.from_average(tiny, ways=4))
+    assert not tiny.load_state_dict(state).missing_keys
+
+
+def test_the_callers_config_is_left_alone():
+    config = make_config("mixtral")
+    before = config._experts_implementation
+    AutoModelForCausalLM.from_config(config, moe_opt=True)
+    assert config._experts_implementation == before
+
+
 def test_copies_and_pickles_work_on_their_own(tiny):
     moe_opt.attach_united_experts(tiny, UnitedExperts.from_average(tiny, ways=4))
     tiny.moe_opt.set_brownout(threshold=0.2)
@@ -112,7 +146,7 @@ def test_moving_a_model_rebuilds_the_shared_storage(tiny):
     moe_opt.attach_united_experts(tiny, UnitedExperts.from_average(tiny, ways=4))
     tiny.moe_opt.set_brownout(threshold=0.2)
     want = logits(tiny)
-    assert all(pool is not None for pool in tiny.moe_opt._pools)
+    assert all(module.united.pool is not None for _, module in tiny.moe_opt.layers)
     moved = tiny.to(torch.float64).to(torch.float32)
     assert torch.equal(logits(moved), want)
     state = {key: value.clone() for key, value in moved.state_dict().items()}

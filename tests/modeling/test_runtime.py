@@ -219,3 +219,86 @@ def test_keep_rules_read_as_many_originals(united):
         kept[keep] = int((torch.bincount(ids[(ids >= 0) & (ids < 8)], minlength=8) > 0).sum())
     assert abs(kept["mass"] - kept["count"]) <= 2  # lone members of a group stay beside the rule's own number
     assert abs(kept["error"] - kept["count"]) <= 2
+
+
+def test_static_caches_keep_padding_out(united):
+    """`generate` gives the model a 4-d mask there, in which no padding can be seen."""
+    runtime = united.moe_opt
+    runtime.set_brownout(threshold=0.3)
+    seen = []
+    for cache in ("dynamic", "static"):
+        with runtime.record(num_requests=3) as rec:
+            out = united.generate(
+                **make_batch(), cache_implementation=cache, max_new_tokens=4, min_new_tokens=4, do_sample=False,
+                return_dict_in_generate=True, output_logits=True,
+            )  # fmt: skip
+        seen.append((rec.counts, torch.stack(out.logits)))
+    assert torch.equal(seen[0][0].sum((1, 2)), seen[1][0].sum((1, 2)))
+    assert torch.allclose(seen[0][1], seen[1][1], atol=1e-4)
+
+
+def test_a_packed_batch_of_another_length_is_an_error(united):
+    rows = torch.zeros(5, dtype=torch.int64)
+    with (
+        united.moe_opt.batch(rows, phase="prefill", exact=torch.ones(5, dtype=torch.bool)),
+        pytest.raises(ConfigError, match="5 tokens, but the forward pass has 1 x 6"),
+    ):
+        logits(united, input_ids=torch.tensor([[3, 4, 5, 6, 7, 8]]))
+    logits(united, input_ids=torch.tensor([[3, 4, 5, 6, 7, 8]]))
+
+
+def test_a_positional_mask_counts(tiny):
+    batch = make_batch()
+    with tiny.moe_opt.record(num_requests=3) as rec, torch.no_grad():
+        tiny.model(batch["input_ids"], batch["attention_mask"])
+    assert rec.prefill[:, 0].sum(1).tolist() == [22, 18, 14]
+
+
+def test_a_pass_in_another_thread_is_refused_while_one_runs(tiny):
+    import threading
+
+    errors = []
+
+    def other():
+        try:
+            logits(tiny, **make_batch())
+        except MoEOptError as error:
+            errors.append(str(error))
+
+    def during(*_):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    handle = tiny.model.layers[1].register_forward_pre_hook(during)
+    logits(tiny, **make_batch())
+    handle.remove()
+    assert len(errors) == 1
+    assert "another thread" in errors[0]
+    during()  # taking turns is fine
+    assert len(errors) == 1
+
+
+def test_choosing_a_stock_kernel_later_keeps_brownout_and_recording(united):
+    runtime = united.moe_opt
+    runtime.set_brownout(threshold=0.0)
+    united.set_experts_implementation("eager")
+    assert runtime.kernel == "eager"
+    assert united.get_experts_implementation()[""] == "eager"
+    with runtime.record(num_requests=3) as rec:
+        logits(united, **make_batch())
+    assert rec.counts.sum() > 0
+    assert (runtime.last_step.active_experts <= 2).all()
+    with pytest.raises(ConfigError, match="does not go with moe_opt"):
+        united.set_experts_implementation("deepgemm")
+
+
+def test_thresholds_may_be_numpy_or_tensors(united):
+    import numpy as np
+
+    for value in (np.float32(0.25), torch.tensor(0.25), np.float64(0.25)):
+        united.moe_opt.set_brownout(threshold=value)
+        assert united.moe_opt.brownout("decode").threshold == 0.25
+    for layers in (5, ["a"], [1.5], "01"):
+        with pytest.raises(ConfigError, match="layers must be indices"):
+            united.moe_opt.set_brownout(layers=layers)

@@ -7,9 +7,12 @@ module of its base, so that checkpoint conversions, `architectures` and loss loo
 from __future__ import annotations
 
 import contextvars
+import copy
 import functools
+import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -18,15 +21,18 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moe_opt.config import KERNELS, MoEOptConfig
-from moe_opt.errors import ConfigError
+from moe_opt.errors import ConfigError, IncompatibleUnitedExpertsError
 from moe_opt.modeling.experts import IMPLEMENTATION, check_family
 from moe_opt.modeling.runtime import MoERuntime
-from moe_opt.modeling.united import UnitedExperts, attach_united_experts
+from moe_opt.modeling.united import UnitedExperts, attach_united_experts, holds_united_experts
 
 # What the load under way asked for: `cls(config)` deep inside from_pretrained has no argument to carry it.
 _REQUEST: contextvars.ContextVar[_Request | None] = contextvars.ContextVar("moe_opt_request", default=None)
 _RUNTIME = "_moe_opt_runtime"
-_HUB_KEYS = ("revision", "token", "cache_dir", "local_files_only")
+_HUB_KEYS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
+_OWN_FOLDER = "."
+
+logger = logging.getLogger(__name__)
 
 
 class _Request:
@@ -61,6 +67,27 @@ class _MoEOptMixin:
         """The handle for brownout, recording and statistics."""
         return self.__dict__[_RUNTIME]
 
+    def get_experts_implementation(self) -> dict[str, str | None]:
+        """The kernels that run where nothing is browned out; `generate` reads this to choose one for decode."""
+        found = super().get_experts_implementation()  # type: ignore[misc]
+        return {key: self.moe_opt.kernel if name == IMPLEMENTATION else name for key, name in found.items()}
+
+    def set_experts_implementation(self, experts_implementation: str | dict[str, str]) -> None:
+        """Choose that kernel. The experts function itself stays moe_opt's, or brownout would end without a word."""
+        wanted = experts_implementation
+        if isinstance(wanted, dict):
+            wanted = next((name for name in wanted.values() if name in KERNELS), IMPLEMENTATION)
+        if wanted == IMPLEMENTATION:
+            super().set_experts_implementation(IMPLEMENTATION)  # type: ignore[misc]
+        elif wanted in KERNELS:
+            self.moe_opt.kernel = self.get_correct_experts_implementation(  # type: ignore[attr-defined]
+                None if wanted == "auto" else wanted
+            )
+        else:
+            raise ConfigError(
+                f"experts_implementation={wanted!r} does not go with moe_opt; choose one of {', '.join(KERNELS)}"
+            )
+
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """As in Transformers; settings go to `config.json["moe_opt"]`, united experts to files of their own, which a
         plain `AutoModelForCausalLM` ignores."""
@@ -68,15 +95,17 @@ class _MoEOptMixin:
         attached = runtime.united_config is not None
         settings = runtime.config.to_dict()
         if attached:
-            settings.update(united_experts=".", ways=runtime.united_config.ways)  # type: ignore[union-attr]
+            settings.update(united_experts=_OWN_FOLDER, ways=runtime.united_config.ways)  # type: ignore[union-attr]
+        elif settings.get("united_experts") == _OWN_FOLDER:  # they were taken off, and will not be in the new folder
+            settings.pop("united_experts")
+            settings.pop("ways", None)
         before = getattr(self.config, "moe_opt", None)  # type: ignore[attr-defined]
         self.config.moe_opt = settings  # type: ignore[attr-defined]
-        push = kwargs.pop("push_to_hub", False)
         main_process = kwargs.get("is_main_process", True)
         try:
-            if attached and main_process:
+            if attached and main_process and not os.path.isfile(save_directory):
                 UnitedExperts.from_model(self).save_pretrained(save_directory, card=False)  # type: ignore[arg-type]
-            return super().save_pretrained(save_directory, *args, push_to_hub=push, **kwargs)  # type: ignore[misc]
+            return super().save_pretrained(save_directory, *args, **kwargs)  # type: ignore[misc]
         finally:
             if before is None:
                 del self.config.moe_opt  # type: ignore[attr-defined]
@@ -98,13 +127,28 @@ def optimized_class(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """The subclass of a Transformers model class that carries `moe_opt`."""
     if issubclass(base, _MoEOptMixin):
         return base
-    body = {
+    body: dict[str, Any] = {
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "_moe_opt_base": base,
     }
+    prepare = getattr(base, "prepare_inputs_for_generation", None)
+    if prepare is not None:
+        body["prepare_inputs_for_generation"] = _remembering_padding(prepare)
     return type(base.__name__, (_MoEOptMixin, base), body)
+
+
+def _remembering_padding(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """`generate` turns its [B, S] mask into a 4-d one for static caches, in which padding can no longer be told."""
+
+    @functools.wraps(prepare)
+    def prepare_inputs_for_generation(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = prepare(self, *args, **kwargs)
+        self.moe_opt.expect_padding(kwargs.get("attention_mask"), inputs)
+        return inputs
+
+    return prepare_inputs_for_generation
 
 
 class _OptimizedMapping:
@@ -158,23 +202,27 @@ class MoEOptimizedForCausalLM(_BaseAutoModelClass):
         request = _make_request(moe_opt, kwargs)
         hub = {key: kwargs[key] for key in _HUB_KEYS if kwargs.get(key) is not None}
         with_info = bool(kwargs.get("output_loading_info"))
+        united = _load_named(request, hub)  # before the model's weights: a wrong name should not cost minutes
         token = _REQUEST.set(request)
         try:
             loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         finally:
             _REQUEST.reset(token)
-        _finish(loaded[0] if with_info else loaded, pretrained_model_name_or_path, hub)
+        _finish(loaded[0] if with_info else loaded, united, str(pretrained_model_name_or_path), hub)
         return loaded
 
     @classmethod
     def from_config(cls, config: Any, *, moe_opt: Any = True, **kwargs: Any) -> Any:
         """Build a model with fresh weights, as `AutoModelForCausalLM.from_config` does."""
-        token = _REQUEST.set(_make_request(moe_opt, kwargs))
+        request = _make_request(moe_opt, kwargs)
+        united = _load_named(request, {})
+        token = _REQUEST.set(request)
         try:
-            model = super().from_config(config, **kwargs)
+            # A copy: the experts implementation is written into the config, and the caller's may serve other models.
+            model = super().from_config(copy.deepcopy(config), **kwargs)
         finally:
             _REQUEST.reset(token)
-        _finish(model, None, {})
+        _finish(model, united, None, {})
         return model
 
 
@@ -192,21 +240,52 @@ def _make_request(moe_opt: Any, kwargs: dict[str, Any]) -> _Request:
     return _Request(moe_opt, kernels)
 
 
-def _finish(model: Any, source: str | os.PathLike[str] | None, hub: dict[str, Any]) -> None:
+def _load_named(request: _Request, hub: dict[str, Any]) -> UnitedExperts | None:
+    """United experts that the caller named; those that a checkpoint names are found once it is loaded."""
+    config = MoEOptConfig.resolve(request.value)
+    if config.united_experts in (None, _OWN_FOLDER):
+        return None
+    options = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
+    return UnitedExperts.from_pretrained(str(config.united_experts), ways=config.ways, **options)
+
+
+def _finish(model: Any, united: UnitedExperts | None, source: str | None, hub: dict[str, Any]) -> None:
     """After the weights are in: look the layers up once more (a quantizer may have replaced them), and attach."""
     runtime: MoERuntime = model.moe_opt
     runtime.bind(model)
-    wanted = runtime.config.united_experts
-    if wanted is None:
-        if runtime.config.ways is not None:
+    config = runtime.config
+    if config.united_experts is None:
+        if config.ways is not None:
             raise ConfigError("moe_opt: ways is set but united_experts is not: say where they are")
         return
-    own_folder = wanted == "."
-    if own_folder and source is None:
-        raise ConfigError("moe_opt: united_experts='.' means the checkpoint's own folder, but there is no checkpoint")
-    united = UnitedExperts.from_pretrained(
-        source if own_folder and source is not None else wanted,
-        ways=runtime.config.ways,
-        **(hub if own_folder else {k: v for k, v in hub.items() if k != "revision"}),
-    )
+    if united is None and config.united_experts != _OWN_FOLDER:  # named by the checkpoint's config
+        options = {key: value for key, value in hub.items() if key not in ("revision", "subfolder")}
+        united = UnitedExperts.from_pretrained(config.united_experts, ways=config.ways, **options)
+    if united is None:
+        united = _load_from_own_folder(model, source, config.ways, hub)
+    if united is None:
+        # A stock model saved a config that was ours, or there is no checkpoint: nothing is lost but the stand-ins.
+        if source is not None:
+            logger.warning(
+                "%s: config.json mentions united experts, but none are beside it; loading without them", source
+            )
+        config.united_experts = config.ways = None
+        return
     attach_united_experts(model, united)
+
+
+def _load_from_own_folder(
+    model: Any, source: str | None, ways: int | None, hub: dict[str, Any]
+) -> UnitedExperts | None:
+    """United experts beside the model's weights; `source` may be an adapter, whose base has them. None: not there."""
+    if source is None:
+        return None
+    for place in dict.fromkeys((source, str(getattr(model.config, "name_or_path", "") or source))):
+        if Path(place).is_dir() and not holds_united_experts(Path(place) / hub.get("subfolder", "")):
+            continue
+        try:
+            return UnitedExperts.from_pretrained(place, ways=ways, prefer_own=True, **hub)
+        except IncompatibleUnitedExpertsError:
+            if Path(place).is_dir():
+                raise  # there, but damaged
+    return None

@@ -280,12 +280,13 @@ def delegate_per_token(
     scores: torch.Tensor | None = None,
     valid: torch.Tensor | None = None,
     exact: torch.Tensor | None = None,
-) -> Delegation:
+) -> Delegation | None:
     """The two strategies that need no extra weights. A token keeps its heaviest experts until they hold `threshold`
     of its gate mass (its first expert always); the total gate mass stays what it was.
 
     "top-k": the others are dropped. "reroute" (after OEA, arXiv 2511.02237): each of the others that the batch reads
-    anyway stays; the rest move to the token's best-scored experts among those that the batch reads anyway.
+    anyway stays; the rest move to the token's best-scored experts among those that the batch reads anyway. Returns None
+    where it is known to save nothing, as `delegate_per_group` does.
 
     Args:
         ids, weights: [T, k]. scores: float [T, E], router logits; without them a minor expert that nobody reads is
@@ -318,6 +319,13 @@ def delegate_per_token(
             slots, new_mass = _move_to_read_experts(ids, mass, slots, new_mass, scores, read)
     scale = total / new_mass.sum(1, keepdim=True).clamp_min(torch.finfo(torch.float32).tiny)
     new_weights = (new_mass * scale).to(weights.dtype)
+    # A plan that saves no read is not applied (the batch's other tokens need the experts anyway).
+    before_read = tokens_per_expert(ids, num_experts, valid) > 0
+    after_read = tokens_per_expert(slots, num_experts, valid) > 0
+    saves = after_read.sum() < before_read.sum()
+    if ids.device.type == "cpu" and not torch.compiler.is_compiling() and not bool(saves):
+        return None
+    slots = torch.where(saves, slots, ids)
     # Untouched rows keep their very weights: rescaling by a quotient near 1 would round them.
     untouched = (slots == ids).all(1, keepdim=True)
     new_weights = torch.where(untouched, weights, new_weights)

@@ -56,7 +56,7 @@ def inspect_model(source: str, dtype: str | None = None, trust_remote_code: bool
     transformers.logging.set_verbosity_error()
     try:
         with torch.device("meta"):
-            model = MoEOptimizedForCausalLM.from_config(config)
+            model = MoEOptimizedForCausalLM.from_config(config, moe_opt={"united_experts": None, "ways": None})
     except ValueError as error:
         if isinstance(error, UnsupportedModelError):
             raise

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+import numbers
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -75,9 +77,10 @@ class MoERuntime:
         self._model = model
         self._settings = {phase: PhaseSettings() for phase in PHASES}
         self._threshold_tensors: dict[tuple[str, torch.device], torch.Tensor] = {}
-        self._pools: list[ExpertPool | None] = []
         self._context: ForwardContext | None = None
         self._given: ForwardContext | None = None
+        self._expected_valid: torch.Tensor | None = None
+        self._thread = 0
         self._last: StepStats | None = None
         self._scores: RouterScores | None = None
         self._error_per_expert: list[torch.Tensor | None] = []
@@ -91,7 +94,6 @@ class MoERuntime:
         self.layers = find_moe_layers(model)
         if self.config.kernels == "auto":
             self.kernel = model.get_correct_experts_implementation(None)
-        self._pools = [None] * len(self.layers)
         self._error_per_expert = [None] * len(self.layers)
         for index, (name, module) in enumerate(self.layers):
             setattr(module, STATE_ATTRIBUTE, LayerState(self, index, name))
@@ -213,7 +215,13 @@ class MoERuntime:
             self._scores = None
 
     def _checked_layers(self, layers: Sequence[int]) -> frozenset[int]:
-        chosen = frozenset(int(layer) for layer in layers)
+        if isinstance(layers, (str, bytes)) or not isinstance(layers, Iterable):
+            raise ConfigError(f"layers must be indices of MoE layers, got {layers!r}")
+        listed = list(layers)
+        odd = [layer for layer in listed if isinstance(layer, bool) or not isinstance(layer, numbers.Integral)]
+        if odd:
+            raise ConfigError(f"layers must be indices of MoE layers, got {odd[0]!r}")
+        chosen = frozenset(int(layer) for layer in listed)
         wrong = [layer for layer in chosen if not 0 <= layer < self.num_layers]
         if wrong:
             raise ConfigError(f"layer {wrong[0]} does not exist: the model has MoE layers 0 to {self.num_layers - 1}")
@@ -267,12 +275,13 @@ class MoERuntime:
             tensor.fill_(1.0)
 
     def _remove_modules(self) -> None:
-        for index, (name, module) in enumerate(self.layers):
+        for name, module in self.layers:
+            united = united_weights(module)
             child = module._modules.pop(UNITED_ATTRIBUTE, None)
             if child is None:
                 continue
-            if self._pools[index] is not None:  # give the originals a storage of their own again
-                self._pools[index] = None
+            if united is not None and united.pool is not None:  # give the originals a storage of their own again
+                united.pool = None
                 for parameter in module._parameters.values():
                     if parameter is not None:
                         parameter.data = parameter.data.clone()
@@ -330,14 +339,32 @@ class MoERuntime:
         finally:
             self._given = outer
 
+    def expect_padding(self, mask: Any, inputs: Any) -> None:
+        """Remember the padding of the forward pass that `generate` is about to make. mask: [B, >= S] or anything."""
+        ids = inputs.get("input_ids")
+        ids = inputs.get("inputs_embeds") if ids is None else ids
+        self._expected_valid = None if ids is None else valid_tokens(mask, (int(ids.shape[0]), int(ids.shape[1])))
+
     def _before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not torch.compiler.is_compiling():
+            self._claim_for_this_thread()
         inputs = kwargs.get("input_ids")
         if inputs is None:
             inputs = kwargs.get("inputs_embeds")
         if inputs is None and args:
             inputs = args[0]
+        expected, self._expected_valid = self._expected_valid, None
         if self._given is not None:
             given = self._given
+            if (
+                inputs is not None
+                and given.rows is not None
+                and given.rows.numel() != inputs.shape[0] * inputs.shape[1]
+            ):
+                raise ConfigError(
+                    f"batch names the requests of {given.rows.numel()} tokens, but the forward pass has "
+                    f"{inputs.shape[0]} x {inputs.shape[1]}"
+                )
             self._context = ForwardContext(given.phase, given.valid, given.rows, given.exact)
         elif inputs is None:
             self._context = ForwardContext("prefill")
@@ -345,10 +372,22 @@ class MoERuntime:
             shape = (int(inputs.shape[0]), int(inputs.shape[1]))
             past = kwargs.get("past_key_values")
             decoding = shape[1] == 1 and past is not None and holds_tokens(past)
-            valid = valid_tokens(kwargs.get("attention_mask"), shape)
+            valid = valid_tokens(kwargs["attention_mask"] if "attention_mask" in kwargs else _second(args), shape)
+            if valid is None and expected is not None and expected.numel() == shape[0] * shape[1]:
+                valid = expected
             self._context = ForwardContext("decode" if decoding else "prefill", valid, shape=shape)
         slots = 2 * self.num_experts  # never more united experts than originals
         self._last = StepStats(self._context, self.num_layers, slots, self.num_experts)
+
+    def _claim_for_this_thread(self) -> None:
+        """A step's context is one per model; two passes at once would read each other's padding and exact rows."""
+        thread = threading.get_ident()
+        if self._context is not None and self._context.open and self._thread != thread:
+            raise MoEOptError(
+                "this model is in a forward pass of another thread: a model loaded with moe_opt serves one pass at a "
+                "time (give each thread a copy, or take turns)"
+            )
+        self._thread = thread
 
     def _after_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         context, stats = self._context, self._last
@@ -383,7 +422,7 @@ class MoERuntime:
             return stock_function(module, self.kernel)(module, hidden, ids, weights)
         if stats is not None:
             stats._computed[index] = delegation.ids
-        return self._run_delegated(index, module, hidden, delegation)
+        return self._run_delegated(module, hidden, delegation)
 
     def _delegate(
         self,
@@ -435,9 +474,7 @@ class MoERuntime:
             self._error_per_expert[index] = error.to(united.group_of_expert.device)
         return self._error_per_expert[index]
 
-    def _run_delegated(
-        self, index: int, module: nn.Module, hidden: torch.Tensor, delegation: Delegation
-    ) -> torch.Tensor:
+    def _run_delegated(self, module: nn.Module, hidden: torch.Tensor, delegation: Delegation) -> torch.Tensor:
         kernel = stock_function(module, "batched_mm" if self.kernel == "batched_mm" else "grouped_mm")
         ids, weights = delegation
         count = int(module.num_experts)
@@ -445,7 +482,7 @@ class MoERuntime:
         if child is None:
             originals = ExpertsProxy(module, expert_tensors(module))
             return kernel(originals, hidden, torch.where(ids < 0, count, ids), weights)
-        pool = self._pool(index, module, child)
+        pool = self._pool(module, child)
         if pool is not None:
             both = ExpertsProxy(module, pool.weights)
             return kernel(both, hidden, torch.where(ids < 0, both.num_experts, ids), weights)
@@ -457,23 +494,28 @@ class MoERuntime:
         rest = weights.masked_fill(other == stand_ins.num_experts, 0)
         return out + kernel(stand_ins, hidden, other, rest)
 
-    def _pool(self, index: int, module: nn.Module, child: nn.Module) -> ExpertPool | None:
+    def _pool(self, module: nn.Module, child: nn.Module) -> ExpertPool | None:
         """The layer's shared storage, built on first use; None where parameters cannot or must not share one."""
-        if torch.compiler.is_compiling():
-            return self._pools[index]
         if not isinstance(child, UnitedWeights):  # an adapter wraps it: its weights are computed, not stored
             return None
+        if torch.compiler.is_compiling():
+            return child.pool
         if torch.is_grad_enabled() and any(
             p.requires_grad for p in (*module._parameters.values(), *child._parameters.values()) if p is not None
         ):
             return None  # gradients have to reach the parameters themselves
-        pool = self._pools[index]
+        pool = child.pool
         if pool is not None and not pool.intact(module, child):
             pool = None
         if pool is None and ExpertPool.possible(module, child):
             pool = ExpertPool(module, child)
-        self._pools[index] = pool
+        child.pool = pool
         return pool
+
+
+def _second(args: tuple[Any, ...]) -> Any:
+    """The attention mask of a call with positional arguments: every base model takes (input_ids, attention_mask)."""
+    return args[1] if len(args) > 1 else None
 
 
 def _check_phase(phase: str) -> None:
@@ -482,7 +524,9 @@ def _check_phase(phase: str) -> None:
 
 
 def _checked_threshold(threshold: Any) -> float:
-    if isinstance(threshold, bool) or not isinstance(threshold, (int, float)):
+    if isinstance(threshold, torch.Tensor) and threshold.dim() == 0:
+        threshold = threshold.item()
+    if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
         raise ConfigError(f"threshold must be a number in [0, 1], got {threshold!r}")
     if not 0.0 <= float(threshold) <= 1.0:
         raise ConfigError(f"threshold must lie in [0, 1], got {threshold}")

@@ -62,14 +62,14 @@ class UnitedExpertsConfig:
             data = json.loads(text)
             known = {field.name for field in dataclasses.fields(cls)}
             config = cls(**{key: value for key, value in data.items() if key in known})
+            if config.format_version > FORMAT_VERSION:
+                raise IncompatibleUnitedExpertsError(
+                    f"{where} has format version {config.format_version}, this moe_opt reads up to "
+                    f"{FORMAT_VERSION}: upgrade moe_opt"
+                )
+            config.check(where)
         except (json.JSONDecodeError, TypeError, AttributeError) as error:
             raise IncompatibleUnitedExpertsError(f"{where} is not a united-experts config: {error}") from error
-        if config.format_version > FORMAT_VERSION:
-            raise IncompatibleUnitedExpertsError(
-                f"{where} has format version {config.format_version}, this moe_opt reads up to {FORMAT_VERSION}: "
-                "upgrade moe_opt"
-            )
-        config.check(where)
         return config
 
     def check(self, where: str) -> None:
@@ -201,17 +201,21 @@ class UnitedExperts:
         token: str | bool | None = None,
         cache_dir: str | os.PathLike[str] | None = None,
         local_files_only: bool = False,
+        subfolder: str = "",
+        prefer_own: bool = False,
     ) -> UnitedExperts:
         """Read united experts from a folder or a Hub id.
 
         Args:
             ways: which one, where the source holds several; None takes the only one.
+            subfolder: where in the source. prefer_own: the source is a model's folder, and its own united experts go
+                before others of the same ways in `ways-K/`.
 
         Raises:
             IncompatibleUnitedExpertsError: nothing there, damaged files, or several `ways` and none named.
         """
-        folder = _resolve_folder(source, revision, token, cache_dir, local_files_only)
-        folder = _pick_ways(folder, str(source), ways)
+        folder = _resolve_folder(source, revision, token, cache_dir, local_files_only) / subfolder
+        folder = _pick_ways(folder, str(source), ways, prefer_own)
         config_path = folder / CONFIG_NAME
         config = UnitedExpertsConfig.from_json(config_path.read_text(encoding="utf-8"), str(config_path))
         if ways is not None and config.ways != ways:
@@ -289,6 +293,11 @@ def attach_united_experts(model: nn.Module, united: UnitedExperts, *, check_base
     Raises:
         IncompatibleUnitedExpertsError: another number of layers or experts, other shapes, another base model.
     """
+    if not isinstance(united, UnitedExperts):
+        raise ConfigError(
+            f"attach_united_experts takes UnitedExperts, got {type(united).__name__}: read them with "
+            "UnitedExperts.from_pretrained(...)"
+        )
     runtime = _runtime_of(model)
     _check_fits(runtime, united, check_base)
     runtime.install_united(united)
@@ -382,10 +391,12 @@ def _fingerprint(layers: Sequence[tuple[str, nn.Module]]) -> list[list[float]] |
 def _same_model(mine: list[list[float]], theirs: list[list[float]]) -> bool:
     if [len(a) for a in mine] != [len(b) for b in theirs]:
         return False
-    a = torch.tensor([v for layer in mine for v in layer], dtype=torch.float64)
-    b = torch.tensor([v for layer in theirs for v in layer], dtype=torch.float64)
-    norm = float(a.norm() * b.norm())
-    return norm == 0.0 or float(a @ b) / norm > _SAME_MODEL_COSINE
+    for here, there in zip(mine, theirs, strict=True):
+        a, b = torch.tensor(here, dtype=torch.float64), torch.tensor(there, dtype=torch.float64)
+        norm = float(a.norm() * b.norm())
+        if norm > 0 and float(a @ b) / norm < _SAME_MODEL_COSINE:
+            return False
+    return True
 
 
 def _public_name(name: str | None) -> str | None:
@@ -426,7 +437,12 @@ def _resolve_folder(
         ) from error
 
 
-def _pick_ways(folder: Path, source: str, ways: int | None) -> Path:
+def holds_united_experts(folder: Path) -> bool:
+    """Whether a folder has united experts, of its own or in `ways-K`."""
+    return (folder / CONFIG_NAME).is_file() or any(folder.glob(f"ways-*/{CONFIG_NAME}"))
+
+
+def _pick_ways(folder: Path, source: str, ways: int | None, prefer_own: bool) -> Path:
     """The folder that holds the config: `folder` itself, or one of its `ways-K`."""
     if ways is not None and (isinstance(ways, bool) or not isinstance(ways, int) or ways < 1):
         raise ConfigError(f"ways must be an integer of at least 1, got {ways!r}")
@@ -436,6 +452,8 @@ def _pick_ways(folder: Path, source: str, ways: int | None) -> Path:
         if (match := re.fullmatch(r"ways-(\d+)", path.parent.name))
     }
     here = (folder / CONFIG_NAME).is_file()
+    if here and prefer_own:
+        return folder
     if ways is not None and ways in sub:
         return sub[ways]
     if here and (ways is not None or not sub):

@@ -14,12 +14,32 @@ from moe_opt.modeling.experts import UNITED_ATTRIBUTE, expert_tensor_names
 class UnitedWeights(nn.Module):
     """Child `united` of an experts module: parameters `[U, ...]` named like the module's own."""
 
+    group_of_expert: torch.Tensor  # int64 [E], the united expert that stands in for each original
+
     def __init__(self, tensors: Mapping[str, torch.Tensor], group_of_expert: torch.Tensor) -> None:
         super().__init__()
         for key, value in tensors.items():
             self.register_parameter(key, nn.Parameter(value, requires_grad=False))
         self.register_buffer("group_of_expert", group_of_expert, persistent=False)
         self.num_united = int(group_of_expert.max()) + 1
+        self.pool: ExpertPool | None = None  # shared storage with the originals, built on first use
+        self._groups = group_of_expert.tolist()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> UnitedWeights:
+        super()._apply(fn, recurse)
+        self.pool = None  # the originals moved too, and no longer share
+        device = self.group_of_expert.device
+        if device.type != "meta":  # `to_empty` leaves buffers without content
+            self.group_of_expert = torch.tensor(self._groups, device=device)
+        return self
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: list[str], *rest: Any
+    ) -> None:
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, *rest)
+        self.pool = None  # with assign=True parameters are new ones
+        if not any(key.startswith(prefix) for key in state_dict):  # a stock state dict knows nothing of us
+            missing_keys[:] = [key for key in missing_keys if not key.startswith(prefix)]
 
     def forward(self, hidden_states: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors by name. A call, so that adapters that wrap this module (PEFT's `target_parameters`) act."""

@@ -39,7 +39,4 @@ def read_azure(path: Path, *, min_output_tokens: int = 1) -> list[TraceRequest]:
             rows.append((moment, max(1, prompt), output))
     rows.sort(key=lambda r: r[0])
     start = rows[0][0] if rows else 0.0
-    return [
-        TraceRequest(f"r{i}", moment - start, prompt, output)
-        for i, (moment, prompt, output) in enumerate(rows)
-    ]
+    return [TraceRequest(f"r{i}", moment - start, prompt, output) for i, (moment, prompt, output) in enumerate(rows)]

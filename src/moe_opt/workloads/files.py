@@ -23,11 +23,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, str]]:
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; give a path, or set MOE_OPT_DATA to the data folder")
     try:
-        with (
-            gzip.open(path, "rt", encoding="utf-8")
-            if path.suffix == ".gz"
-            else path.open(encoding="utf-8") as f
-        ):
+        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as f:
             for number, line in enumerate(f, start=1):
                 yield number, line.rstrip("\r\n")
     except (gzip.BadGzipFile, EOFError, UnicodeDecodeError) as error:
@@ -41,9 +37,7 @@ def read_csv(path: Path, required: tuple[str, ...]) -> Iterator[tuple[int, dict[
     columns = next(csv.reader([head.lstrip("\ufeff")]), [])
     missing = [name for name in required if name not in columns]
     if missing:
-        raise ConfigError(
-            f"{path}, line 1: no column {', '.join(missing)} (found: {', '.join(columns) or 'none'})"
-        )
+        raise ConfigError(f"{path}, line 1: no column {', '.join(missing)} (found: {', '.join(columns) or 'none'})")
     for number, line in lines:
         if not line.strip():
             continue
@@ -77,9 +71,7 @@ def whole_number(value: Any, name: str, path: Path, line: int, *, minimum: int =
     except (TypeError, ValueError):
         raise ConfigError(f"{path}, line {line}: {name} is {value!r}, expected a whole number") from None
     if isinstance(value, bool) or not number.is_integer() or number < minimum:
-        raise ConfigError(
-            f"{path}, line {line}: {name} is {value!r}, expected a whole number of at least {minimum}"
-        )
+        raise ConfigError(f"{path}, line {line}: {name} is {value!r}, expected a whole number of at least {minimum}")
     return int(number)
 
 

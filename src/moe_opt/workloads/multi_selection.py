@@ -27,9 +27,7 @@ def multi_selection_requests(
     Siblings arrive interleaved with those of their neighbours, as a queue of concurrent users has them;
     output is 1 token."""
     if num_groups < 1 or block_tokens < 1 or not 0 <= returns <= 1:
-        raise ConfigError(
-            "multi_selection_requests: num_groups and block_tokens from 1, returns within [0, 1]"
-        )
+        raise ConfigError("multi_selection_requests: num_groups and block_tokens from 1, returns within [0, 1]")
     for name, (low, high) in {
         "candidates": candidates,
         "prefix": prefix_tokens,
@@ -55,7 +53,5 @@ def multi_selection_requests(
             own_blocks = (length + suffix) // block_tokens - len(shared)
             own = tuple(-(group * 100_000 + item * 1_000 + b + 1) for b in range(own_blocks))
             arrival = float(start + rng.exponential(0.5 / rate))
-            rows.append(
-                TraceRequest(f"g{group}i{item}", arrival, length + suffix, 1, shared + own, f"prefix-{owner}")
-            )
+            rows.append(TraceRequest(f"g{group}i{item}", arrival, length + suffix, 1, shared + own, f"prefix-{owner}"))
     return sorted(rows, key=lambda r: r.arrival)

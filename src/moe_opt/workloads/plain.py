@@ -35,9 +35,7 @@ def _row(line: int, row: dict[str, Any], path: Path, number: int) -> TraceReques
         output_tokens=whole_number(row["output_tokens"], "output_tokens", path, line, minimum=1),
         block_hashes=_hashes(row.get("block_hashes"), path, line),
         domain=str(row["domain"]) if row.get("domain") else None,
-        prompt_hash=None
-        if prompt_hash in (None, "")
-        else whole_number(prompt_hash, "prompt_hash", path, line),
+        prompt_hash=None if prompt_hash in (None, "") else whole_number(prompt_hash, "prompt_hash", path, line),
     )
 
 
@@ -80,6 +78,4 @@ def write_plain(trace: Sequence[TraceRequest], path: Path) -> None:
         for r in trace:
             hashes = " ".join(str(h) for h in r.block_hashes)
             prompt_hash = "" if r.prompt_hash is None else r.prompt_hash
-            writer.writerow(
-                [r.id, r.arrival, r.prompt_tokens, r.output_tokens, hashes, r.domain or "", prompt_hash]
-            )
+            writer.writerow([r.id, r.arrival, r.prompt_tokens, r.output_tokens, hashes, r.domain or "", prompt_hash])

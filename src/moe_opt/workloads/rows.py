@@ -26,13 +26,9 @@ class TraceRequest:
         if not np.isfinite(self.arrival) or self.arrival < 0:
             raise ConfigError(f"request {self.id}: arrival must be finite and at least 0, not {self.arrival}")
         if self.prompt_tokens < 1:
-            raise ConfigError(
-                f"request {self.id}: prompt_tokens must be at least 1, not {self.prompt_tokens}"
-            )
+            raise ConfigError(f"request {self.id}: prompt_tokens must be at least 1, not {self.prompt_tokens}")
         if self.output_tokens < 1:
-            raise ConfigError(
-                f"request {self.id}: output_tokens must be at least 1, not {self.output_tokens}"
-            )
+            raise ConfigError(f"request {self.id}: output_tokens must be at least 1, not {self.output_tokens}")
 
 
 def rotate(trace: Sequence[TraceRequest], offset: int) -> list[TraceRequest]:

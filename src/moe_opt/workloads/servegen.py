@@ -136,13 +136,9 @@ def generate_servegen(
             law = lengths[client][max(0, bisect.bisect_right(starts, window.start) - 1)]
             grid = np.linspace(0.0, 1.0, len(law.prompt))
             prompts = np.interp(rng.uniform(size=len(times)), grid, law.prompt)
-            outputs = np.interp(
-                rng.uniform(size=len(times)), np.linspace(0.0, 1.0, len(law.output)), law.output
-            )
+            outputs = np.interp(rng.uniform(size=len(times)), np.linspace(0.0, 1.0, len(law.output)), law.output)
             for t, p, o in zip(times, prompts, outputs, strict=True):
                 if start <= t < start + duration:
                     drawn.append((float(t) - start, max(1, round(p)), max(1, round(o)), client))
     drawn.sort()
-    return [
-        TraceRequest(f"r{i}", t, p, o, domain=client) for i, (t, p, o, client) in enumerate(drawn[:limit])
-    ]
+    return [TraceRequest(f"r{i}", t, p, o, domain=client) for i, (t, p, o, client) in enumerate(drawn[:limit])]

@@ -102,6 +102,60 @@ def test_without_prefix_caching_nothing_is_kept() -> None:
         engine.close()
 
 
+# ---------------------------------------------------------------------------------------------- fairness
+
+
+def test_a_long_prompt_and_running_requests_do_not_starve_each_other() -> None:
+    reports: list[StepReport] = []
+    config = EngineConfig(page_size=4, kv_pages=64, max_batch_size=4, max_batch_prefill_tokens=8)
+    engine = Engine(make_model(), make_tokenizer(), config, on_step=reports.append)
+    try:
+        engine.add(request("talks", PROMPT[:5], max_new_tokens=30, ignore_eos=True))
+        engine.step()
+        engine.add(request("reads", PROMPT[::-1] * 4, max_new_tokens=2))
+        del reports[:]
+        order = []
+        while engine.has_work:
+            order += [name for name, outcome in engine.step() if isinstance(outcome, TokenEvent)]
+    finally:
+        engine.close()
+    # 84 prompt tokens, 8 a step, and a token for the other request in each of those steps
+    assert [(r.prefill_tokens, r.decode_tokens) for r in reports[:11]] == [(8, 1)] * 10 + [(4, 1)]
+    assert order[:12] == ["talks"] * 11 + ["reads"]
+
+
+@pytest.mark.parametrize("pause", [1, 3])
+def test_pure_decode_steps_can_be_put_between_prefill_steps(pause: int) -> None:
+    reports: list[StepReport] = []
+    config = EngineConfig(
+        page_size=4, kv_pages=64, max_batch_size=4, max_batch_prefill_tokens=8, decode_between_prefills=pause
+    )
+    engine = Engine(make_model(), make_tokenizer(), config, on_step=reports.append)
+    try:
+        engine.add(request("talks", PROMPT[:5], max_new_tokens=30, ignore_eos=True))
+        engine.step()
+        engine.add(request("reads", PROMPT, max_new_tokens=2))
+        while engine.has_work:
+            engine.step()
+    finally:
+        engine.close()
+    phases = "".join(report.phase[0] for report in reports)
+    assert phases.startswith("p" + ("d" * pause + "p") * 3)
+
+
+def test_first_come_first_served() -> None:
+    engine = make_engine(max_batch_size=2)
+    try:
+        outcomes = run(engine, *(request(str(i), OTHER[i:], max_new_tokens=4, ignore_eos=True) for i in range(6)))
+    finally:
+        engine.close()
+    finished = [finish_of(outcomes[str(i)]).timings for i in range(6)]
+    assert all(timings.queue >= 0 and timings.prefill > 0 for timings in finished)
+    firsts = [outcomes[str(i)][0].time for i in range(6)]
+    assert firsts == sorted(firsts)
+    assert finished[0].time_to_first_token <= finished[5].time_to_first_token
+
+
 # ---------------------------------------------------------------------------------------------- signatures
 
 

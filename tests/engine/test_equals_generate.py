@@ -25,7 +25,7 @@ def prompts(seed: int = 1) -> list[tuple[int, ...]]:
     return [*own, base, *(base[: 4 * index] + tail for index, tail in enumerate(own[1:], start=1))]
 
 
-@pytest.mark.parametrize("family", TEN)
+@pytest.mark.parametrize("family", [*TEN, "deepseek_v2"])
 def test_equals_generate_with_chunks_preemption_and_prefix_hits(family: str) -> None:
     engine = make_engine(family, kv_pages=20, max_batch_prefill_tokens=7)
     try:

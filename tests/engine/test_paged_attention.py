@@ -151,6 +151,17 @@ def test_a_shared_run_is_read_once_for_all_that_share_it() -> None:
     ]  # fmt: skip
 
 
+def test_a_row_reads_its_own_past_and_nothing_that_grows_with_the_others() -> None:
+    backend = RunsAttention()
+    lengths = [3, 400, 17]
+    spans = [Span(row, 1, length, [], [(1000 * row, length)]) for row, length in enumerate(lengths)]
+    backend.begin(spans, torch.arange(3))
+    plan = backend._plan(None, 4096)
+    assert plan.simple
+    assert {piece.rows[0]: piece.tokens for piece in plan.pieces} == dict(enumerate(lengths))
+    assert [piece.tokens for piece in backend._plan(10, 4096).pieces] == [3, 10, 10]
+
+
 def test_outside_an_engine_the_attention_says_what_to_do() -> None:
     with pytest.raises(MoEOptError, match="set_attn_implementation"):
         paged_attention(torch.nn.Module(), *(torch.zeros(1, 1, 1, 1),) * 3, None)

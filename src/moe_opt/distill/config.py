@@ -122,6 +122,7 @@ class DistillConfig:
     initialisation: str = "selection"
     ridge: float | None = 1e-3  # weight of the closed-form down projection's penalty; None leaves the projection
     calibration_tokens: int = 16_384
+    start: str | None = None  # train on from these united experts (folder or Hub id) instead of grouping anew
     layers: StageSettings = dataclasses.field(default_factory=lambda: StageSettings(steps=0, learning_rate=1e-3))
     logits: StageSettings = dataclasses.field(default_factory=lambda: StageSettings(steps=400, learning_rate=5e-4))
     training: TrainingSettings = dataclasses.field(default_factory=TrainingSettings)

@@ -29,7 +29,7 @@ from moe_opt.distill.students import Students, add_lora
 from moe_opt.distill.trainer import check_processes, run_stage
 from moe_opt.errors import ConfigError
 from moe_opt.modeling.auto import MoEOptimizedForCausalLM
-from moe_opt.modeling.united import UnitedExperts, describe_model
+from moe_opt.modeling.united import UnitedExperts, attach_united_experts, describe_model
 
 _STAGE_SEED = {"layers": 1, "logits": 2}
 _RECIPE_FILE = "recipe.json"
@@ -60,10 +60,14 @@ def distill(config: DistillConfig) -> dict[int, UnitedExperts]:
 
     initial = work / "initial"
     if state.is_main_process and not _complete(initial, config.ways):
-        _say(f"grouping by {config.grouping}, initialisation {config.initialisation}")
-        _save_all(initialise(config, model, samples, stats), initial)
+        if config.start:
+            _save_all(_started(config, model), initial)
+        else:
+            _say(f"grouping by {config.grouping}, initialisation {config.initialisation}")
+            _save_all(initialise(config, model, samples, stats), initial)
     state.wait_for_everyone()
     united = _load_all(initial, config.ways)
+    earlier = {way: result.config.recipe for way, result in united.items()} if config.start else {}
     history: dict[str, list[dict[str, float]]] = {}
     for name, stage in (("layers", config.layers), ("logits", config.logits)):
         if stage.steps == 0:
@@ -78,9 +82,19 @@ def distill(config: DistillConfig) -> dict[int, UnitedExperts]:
         history[name] = json.loads((done / "history.json").read_text())
         united = _load_all(done, config.ways)
     if state.is_main_process:
-        finish(config, model, tokenizer, united, samples, history, time.monotonic() - started)
+        finish(config, model, tokenizer, united, samples, history, earlier, time.monotonic() - started)
     state.wait_for_everyone()
     return united
+
+
+def _started(config: DistillConfig, model: Any) -> dict[int, UnitedExperts]:
+    """The united experts that `start` names, if they belong to this model."""
+    assert config.start is not None
+    found = {way: UnitedExperts.from_pretrained(config.start, ways=way) for way in config.ways}
+    for united in found.values():
+        attach_united_experts(model, united)  # does the checking
+    model.moe_opt.remove_united()
+    return found
 
 
 def load_teacher(config: DistillConfig, device: torch.device) -> Any:
@@ -167,6 +181,7 @@ def finish(
     united: dict[int, UnitedExperts],
     samples: list[LayerSample],
     history: dict[str, list[dict[str, float]]],
+    earlier: dict[int, dict[str, Any]],
     seconds: float,
 ) -> None:
     """Measure, and write `OUTPUT/ways-K/`."""
@@ -200,6 +215,8 @@ def finish(
         metrics["error_per_expert"] = error_per_expert(model, result, samples)
         result.config.metrics = metrics
         result.config.recipe = _public_recipe(config)
+        if way in earlier:
+            result.config.recipe["start"] = earlier[way]  # the whole way that led here
         result.save_pretrained(Path(config.output) / f"ways-{way}")
     if config.work is None:
         shutil.rmtree(config.work_folder, ignore_errors=True)

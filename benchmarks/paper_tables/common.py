@@ -48,6 +48,7 @@ def offsets(trace: Sequence[TraceRequest]) -> list[int]:
 
 def repeated(trace: Sequence[TraceRequest], times: int) -> list[TraceRequest]:
     """The trace over and over, ids kept apart: large fleets need more requests than an hour of trace has."""
+    times += times % OFFSETS == 0  # or the offsets would all begin at the same place of the trace
     span = trace[-1].arrival + 1.0
     return [replace(r, id=f"{r.id}x{k}", arrival=r.arrival + k * span) for k in range(times) for r in trace]
 

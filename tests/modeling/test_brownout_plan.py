@@ -243,3 +243,15 @@ def test_a_plan_that_saves_no_read_is_not_applied():
     weights = torch.tensor([[0.7, 0.3], [0.7, 0.3]])
     assert delegate_per_token(ids, weights, 0.5, 4, "top-k") is None
     assert delegate_per_group(ids, weights, 0.9, torch.tensor([0, 0, 1, 1]), "partial") is None
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 2**31 - 1), THRESHOLDS, st.sampled_from(["full", "partial"]))
+def test_one_token_takes_the_plan_of_any_batch(seed, threshold, strategy):
+    """The shortcut for batch 1 against the device code."""
+    generator = torch.Generator().manual_seed(seed)
+    weights, ids = torch.rand(1, 12, generator=generator).softmax(-1).topk(5)
+    groups = torch.arange(12) // 3
+    host = delegate_per_group(ids, weights, threshold, groups, strategy)
+    device = delegate_per_group(ids, weights, torch.tensor(threshold, dtype=torch.float64), groups, strategy)
+    assert torch.equal(ids if host is None else host.ids, device.ids)

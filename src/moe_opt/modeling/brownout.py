@@ -6,6 +6,7 @@ pass, under `torch.compile` and in a CUDA graph. `plan_brownout_reference` is th
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -191,6 +192,13 @@ def delegate_per_group(
         error_per_expert: float [E], mean squared output error of the united expert that would stand in.
     """
     if ids.device.type == "cpu" and isinstance(threshold, float) and not torch.compiler.is_compiling():
+        if (
+            ids.shape[0] == 1
+            and exact is None
+            and valid is None
+            and _one_token_saves_nothing(ids, threshold, group_of_expert, strategy)
+        ):
+            return None
         return _delegate_on_cpu(
             ids, weights, threshold, group_of_expert, strategy, valid, exact, keep, error_per_expert
         )
@@ -229,6 +237,18 @@ def _keep_priority(
     if keep == "error" and error_per_expert is not None:
         priority = priority * error_per_expert
     return priority
+
+
+def _one_token_saves_nothing(ids: torch.Tensor, threshold: float, group_of_expert: torch.Tensor, strategy: str) -> bool:
+    """Algorithm 1 for a single token, whose k experts have one assignment each: the k - n highest ids leave. A few
+    Python operations, because at batch 1 the experts themselves take little longer than a plan."""
+    if strategy == "full":
+        return False
+    experts = sorted(ids.tolist()[0])
+    kept = math.ceil(threshold * len(experts) * (1.0 - _TOLERANCE))
+    groups = group_of_expert.numpy()
+    leaving = [int(groups[expert]) for expert in experts[kept:]]
+    return len(set(leaving)) == len(leaving)
 
 
 def _delegate_on_cpu(

@@ -31,6 +31,7 @@ from moe_opt.report.pareto import loss_at_reads, percent, phases_of, plot_pareto
 ROOT = Path(__file__).resolve().parent.parent
 THRESHOLDS = [round(0.1 * step, 1) for step in range(10, -1, -1)]
 COARSE = [1.0, 0.8, 0.6, 0.4, 0.2, 0.0]
+LOW = [1.0, 0.4, 0.2, 0.0]  # where baselines are compared
 WAYS = (2, 4, 8)
 
 # Table I of the paper: average accuracy loss, %, of Qwen1.5-MoE-A2.7B-Chat on four 5-shot tasks (PIQA, COPA, CEVAL,
@@ -65,10 +66,13 @@ def main() -> None:
     settled = {"model": _digest(model.state_dict()), "options": _shown(args)}
     cells: list[dict[str, Any]] = []
     exact: dict[str, Any] = {}
-    for phase in PHASES:
+    for phase in args.phases or PHASES:
         chosen = {name: [s for s in curve if s.threshold in args.thresholds[phase]] for name, curve in curves.items()}
         found, exact[phase] = _measure(model, tokenizer, united, chosen, phase, rows[phase], settled, args)
         cells += found
+    if args.only or args.phases:
+        print(f"kept in {args.work.name}: {', '.join(curves)}; run without --only and --phases for the whole table")
+        return
     results: dict[str, Any] = {
         "model": {
             "name": args.model.name,
@@ -102,6 +106,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--united", type=Path, help="folder with ways-2, ways-4, ways-8 (default: MODEL/united)")
     parser.add_argument("--paper-recipe", type=Path, help="such a folder, trained by the paper's recipe")
     parser.add_argument("--work", type=Path, default=Path("table1_work"), help="where finished curves are kept")
+    parser.add_argument("--only", nargs="+", metavar="CURVE", help="fill --work with these curves and stop")
+    parser.add_argument("--phases", nargs="+", choices=PHASES, help="fill --work with these phases and stop")
     parser.add_argument("--tokens", type=int, default=25_600)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--decode-tokens", type=int, default=12_288)
@@ -131,8 +137,8 @@ def _curves(model: Any, args: argparse.Namespace) -> tuple[dict[str, UnitedExper
     united: dict[str, UnitedExperts] = {}
     curves: Curves = {
         "full brownout": [Setting("full", t) for t in THRESHOLDS],
-        "reroute": [Setting("reroute", t) for t in COARSE],
-        "top-k": [Setting("top-k", t) for t in COARSE],
+        "reroute": [Setting("reroute", t) for t in (1.0, 0.6, *LOW[1:])],
+        "top-k": [Setting("top-k", t) for t in (1.0, 0.6, *LOW[1:])],
     }
 
     def add(name: str, experts: UnitedExperts, thresholds: Sequence[float]) -> None:
@@ -140,16 +146,19 @@ def _curves(model: Any, args: argparse.Namespace) -> tuple[dict[str, UnitedExper
         curves[name] = [Setting("partial", t, name) for t in thresholds]
 
     for ways in WAYS:
-        add(f"average {ways}-way", UnitedExperts.from_average(model, ways=ways), COARSE)
+        add(f"average {ways}-way", UnitedExperts.from_average(model, ways=ways), LOW)
     if args.paper_recipe is not None:
         for ways in WAYS:
-            add(f"paper's recipe {ways}-way", UnitedExperts.from_pretrained(args.paper_recipe, ways=ways), COARSE)
+            add(f"paper's recipe {ways}-way", UnitedExperts.from_pretrained(args.paper_recipe, ways=ways), LOW)
     for ways in WAYS:
         if (args.united / f"ways-{ways}").is_dir():
             add(f"{ways}-way", UnitedExperts.from_pretrained(args.united, ways=ways), THRESHOLDS)
         else:
             print(f"{args.united.name}/ways-{ways} is not there: left out")
-    return united, curves
+    unknown = [name for name in args.only or [] if name not in curves]
+    if unknown:
+        raise SystemExit(f"no curve is called {unknown[0]!r}; there are {', '.join(curves)}")
+    return united, {name: curves[name] for name in args.only or curves}
 
 
 def _measure(

@@ -39,7 +39,7 @@ def logits(rows: int, seed: int = 0, scale: float = 3.0) -> torch.Tensor:
             {
                 "temperature": st.sampled_from([None, 0.3, 1.0, 2.5]),
                 "top_k": st.sampled_from([None, 1, 3, 200, 1000]),
-                "top_p": st.sampled_from([None, 0.1, 0.6, 0.95, 0.9999, 1.0]),
+                "top_p": st.sampled_from([None, 0.1, 0.6, 0.95, 0.98, 1.0]),
                 "typical_p": st.sampled_from([None, 0.2, 0.9]),
             }
         ),
@@ -57,11 +57,31 @@ def test_warpers_keep_what_transformers_keeps(seed: int, rows: list[dict[str, An
             expected = TemperatureLogitsWarper(params["temperature"])(ids, expected)
         if params["top_k"] is not None:
             expected = TopKLogitsWarper(params["top_k"])(ids, expected)
+        undecided = torch.zeros(VOCAB, dtype=torch.bool)
         if params["top_p"] is not None and params["top_p"] < 1:
+            undecided = on_the_limit(expected[0], params["top_p"])
             expected = TopPLogitsWarper(params["top_p"])(ids, expected)
         if params["typical_p"] is not None:
+            if undecided.any():
+                continue  # its distribution depends on that token
             expected = TypicalLogitsWarper(params["typical_p"])(ids, expected)
-        torch.testing.assert_close(warped[index : index + 1], expected)
+        torch.testing.assert_close(warped[index][~undecided], expected[0][~undecided])
+
+
+def on_the_limit(scores: torch.Tensor, p: float) -> torch.Tensor:
+    """bool [V]: tokens that Transformers' float32 sum may put on either side of p: the mass before them is within 1e-6."""
+    ordered, order = scores.double().sort(descending=True)
+    probs = ordered.softmax(-1)
+    close = (probs.cumsum(-1) - probs - p).abs() < 1e-6
+    return torch.zeros_like(close).scatter_(0, order, close)
+
+
+def test_top_p_is_exact_where_a_float32_sum_is_not() -> None:
+    raw = logits(3, 746)[1:2]
+    ordered, order = raw[0].double().sort(descending=True)
+    probs = ordered.softmax(-1)
+    expected = order[probs.cumsum(-1) - probs < 0.9999]  # the last of them by 1.3e-7
+    assert set(sampling._top_p(raw, [0.9999])[0].isfinite().nonzero().flatten().tolist()) == set(expected.tolist())
 
 
 def test_top_p_sorts_a_whole_row_only_where_the_best_few_are_not_enough() -> None:

@@ -254,7 +254,8 @@ def _claim(work: Path, config: DistillConfig) -> None:
     mine["training"].pop("processes")
     mine = json.loads(json.dumps(mine))
     file = work / _RECIPE_FILE
-    if file.is_file() and json.loads(file.read_text()) != mine:
+    used = work.is_dir() and any(path.name != _RECIPE_FILE for path in work.iterdir())  # else it failed before it began
+    if used and file.is_file() and json.loads(file.read_text()) != mine:
         raise ConfigError(
             f"{work} holds checkpoints of another recipe: delete it, or name another folder (work: in the recipe)"
         )

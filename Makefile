@@ -59,13 +59,13 @@ test-gpu:
 	PYTHONPATH=src python3 -m pytest -q -m gpu -p no:cacheprovider $(ARGS)
 
 lint: $(VENV)/.installed-dev
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
+	$(BIN)/ruff check src tests benchmarks examples
+	$(BIN)/ruff format --check src tests benchmarks examples
 	$(BIN)/mypy
 
 format: $(VENV)/.installed-dev
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix src tests benchmarks examples
+	$(BIN)/ruff format src tests benchmarks examples
 
 examples: $(VENV)/.installed-dev
 	@set -e; for script in examples/*.py; do echo "== $$script"; $(BIN)/python $$script; done

@@ -69,7 +69,7 @@ def test_warpers_keep_what_transformers_keeps(seed: int, rows: list[dict[str, An
 
 
 def on_the_limit(scores: torch.Tensor, p: float) -> torch.Tensor:
-    """bool [V]: tokens that Transformers' float32 sum may put on either side of p: the mass before them is within 1e-6."""
+    """bool [V]: tokens that Transformers' float32 sum may put on either side of p: mass before within 1e-6."""
     ordered, order = scores.double().sort(descending=True)
     probs = ordered.softmax(-1)
     close = (probs.cumsum(-1) - probs - p).abs() < 1e-6

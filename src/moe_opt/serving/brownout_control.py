@@ -238,7 +238,9 @@ class BrownoutControl:
 
     def _changed_objectives(self, ttft: float | None, tpot: float | None) -> Objectives:
         """The objectives with what is given replaced; 0 stands for none."""
-        changes = {key: value or None for key, value in (("ttft", ttft), ("tpot", tpot)) if value is not None}
+        changes: dict[str, Any] = {
+            key: value or None for key, value in (("ttft", ttft), ("tpot", tpot)) if value is not None
+        }
         objectives = dataclasses.replace(self.objectives, **changes)
         objectives.controllers()  # refuses what is out of range
         return objectives

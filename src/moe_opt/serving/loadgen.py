@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import json
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterable, Callable, Sequence
 from typing import Any, Literal
 
 import aiohttp
@@ -210,7 +210,7 @@ async def _run_one(
     return record
 
 
-async def _read_stream(lines: AsyncIterator[bytes], record: RequestRecord, start: float, dialect: Dialect) -> None:
+async def _read_stream(lines: AsyncIterable[bytes], record: RequestRecord, start: float, dialect: Dialect) -> None:
     """Token times and outcome of one stream. Only events that can matter are parsed: the generator shares the machine
     with the server in most tests."""
     last = b""

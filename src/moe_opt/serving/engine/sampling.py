@@ -177,17 +177,19 @@ def _top_k(scores: torch.Tensor, ks: list[int]) -> torch.Tensor:
 def _top_p(scores: torch.Tensor, ps: list[float]) -> torch.Tensor:
     """Keep the smallest set of best tokens that holds probability p. Most sets are small, so the best few are looked
     at first; only rows that need more are sorted in full."""
-    limit = _column([p if p < 1 else 2.0 for p in ps], scores)
-    normaliser = scores.logsumexp(-1, keepdim=True)
+    # in float64: near p = 1 the rounding of a float32 sum is as large as the probability of a token
+    limit = torch.tensor([p if p < 1 else 2.0 for p in ps], dtype=torch.float64, device=scores.device).unsqueeze(1)
+    highest = scores.amax(-1, keepdim=True)
+    total = (scores - highest).exp().sum(-1, keepdim=True, dtype=torch.float64)
     few = min(_FEW, scores.shape[1])
     best = scores.topk(few, dim=-1).values
-    probs = (best - normaliser).exp()
+    probs = (best - highest).exp().double() / total
     lowest, enough = _lowest_kept(best, probs, limit)
     rest = [index for index, (done, p) in enumerate(zip(enough.tolist(), ps, strict=True)) if not done and p < 1]
     if rest:
         chosen = torch.as_tensor(rest, device=scores.device)
         ordered = scores[chosen].sort(dim=-1, descending=True).values
-        probs = (ordered - normaliser[chosen]).exp()
+        probs = (ordered - highest[chosen]).exp().double() / total[chosen]
         lowest[chosen] = _lowest_kept(ordered, probs, limit[chosen])[0]
     keeps_all = torch.as_tensor([p >= 1 for p in ps], device=scores.device).unsqueeze(1)
     return scores.masked_fill((scores < lowest) & ~keeps_all, float("-inf"))

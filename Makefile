@@ -31,6 +31,8 @@ $(VENV)/.installed-demo: pyproject.toml
 
 $(VENV)/.installed-dev: $(VENV)/.installed-demo
 	$(BIN)/pip install --quiet -e ".[dev]"
+	# TGI's client pins an old huggingface-hub that it does not need.
+	$(BIN)/pip install --quiet --no-deps "text-generation==0.7.0"
 	@touch $@
 
 $(VENV)-oldest/.installed: pyproject.toml

@@ -51,7 +51,9 @@ def test_a_family_is_stock_until_asked_then_browns_out(pair):
         runtime.set_brownout(threshold=0.3, strategy=strategy)
         got = ours(**batch).logits
         assert torch.isfinite(got).all()
-        assert not torch.equal(got, want)
+        changed = bool((runtime.last_step.delegated_share > 0).any())
+        assert changed or strategy in ("reroute", "top-k")  # these may find no read to save
+        assert torch.equal(got, want) != changed
         assert (runtime.last_step.active_experts <= routed).all()
     runtime.set_brownout(threshold=1.0)
     assert torch.equal(ours(**batch).logits, want)

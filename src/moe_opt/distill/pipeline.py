@@ -188,7 +188,8 @@ def finish(
     settings = config.measure
     held_out = None
     if config.data.held_out and settings.sequences:
-        held_out = first_sequences(config.data, tokenizer, settings.sequences, config.training.seed, held_out=True)
+        # Seed 0 whatever the run's: recipes are compared on the same text.
+        held_out = first_sequences(config.data, tokenizer, settings.sequences, 0, held_out=True)
     exact = None
     if held_out is not None:
         _say(f"measuring on {len(held_out)} held-out sequences")

@@ -94,10 +94,8 @@ class UnitedView(UnitedWeights):
     that gradients go through a cast or a LoRA product to the students' parameters."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], group_of_expert: torch.Tensor) -> None:
-        nn.Module.__init__(self)  # no parameters: the students hold them
+        super().__init__({}, group_of_expert)  # no parameters: the students hold them
         self.__dict__.update(tensors)
-        self.group_of_expert = group_of_expert
-        self.num_united = next(iter(tensors.values())).shape[0]
 
 
 def add_lora(students: Students, rank: int, alpha: float | None) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +31,14 @@ def log(text: str) -> None:
 
 
 def store(section: str, values: dict[str, Any]) -> None:
-    """Merge one section into the results file."""
+    """Merge one section into the results file; sections may run side by side."""
+    with (Path(tempfile.gettempdir()) / "moe_opt_paper_tables.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _merge(section, values)
+    log(f"stored {section}")
+
+
+def _merge(section: str, values: dict[str, Any]) -> None:
     result: dict[str, Any] = {"kind": "paper_tables", "sections": {}}
     if RESULTS.is_file():
         result = json.loads(RESULTS.read_text(encoding="utf-8"))
@@ -38,7 +47,6 @@ def store(section: str, values: dict[str, Any]) -> None:
     facts["load_average"] = round(os.getloadavg()[0], 1)
     result["sections"][section] = values | {"machine": facts}
     save_result(RESULTS, result)
-    log(f"stored {section}")
 
 
 def offsets(trace: Sequence[TraceRequest]) -> list[int]:

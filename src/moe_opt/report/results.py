@@ -49,9 +49,11 @@ def _plain(value: Any) -> Any:
 
 
 def save_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a result; the folder is made if it is missing."""
+    """Write a result; the folder is made if it is missing. A reader sees the old file or the new one, never half."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(_plain(result), indent=1) + "\n", encoding="utf-8")
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_text(json.dumps(_plain(result), indent=1) + "\n", encoding="utf-8")
+    draft.replace(path)
 
 
 def load_result(path: Path) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from moe_opt.errors import ConfigError
 
 GROUPINGS = ("index", "output", "co-activation")
 INITIALISATIONS = ("average", "frequency", "aligned", "selection")
+OPTIMIZERS = ("adamw", "muon")
 OBJECTIVES = ("gate-weighted", "paper")
 DTYPES = ("float32", "bfloat16", "float16")
 _VARIABLE = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")
@@ -84,6 +85,7 @@ class TrainingSettings:
         batch_size: sequences of a forward pass on one device. plan_size: sequences that one brownout plan covers, as a
             server's step would; it divides batch_size, so that neither the number of processes nor gradient
             accumulation changes what is computed.
+        optimizer: "adamw", or "muon" for the united experts' matrices (biases and LoRA matrices stay with AdamW).
         processes: processes that must take part; 0 accepts any number.
     """
 
@@ -93,6 +95,7 @@ class TrainingSettings:
     warmup: float = 0.05
     schedule: str = "cosine"
     max_grad_norm: float = 1.0
+    optimizer: str = "adamw"
     save_steps: int = 50
     logging_steps: int = 10
     seed: int = 0
@@ -185,6 +188,7 @@ class DistillConfig:
             if stage.steps < 0 or stage.learning_rate <= 0 or stage.lora_rank < 0:
                 raise ConfigError(f"recipe: {name} needs steps >= 0, learning_rate > 0 and lora_rank >= 0")
         training = self.training
+        _choose("training.optimizer", training.optimizer, OPTIMIZERS)
         for name in ("batch_size", "plan_size", "gradient_accumulation", "save_steps", "logging_steps"):
             if getattr(training, name) < 1:
                 raise ConfigError(f"recipe: training.{name} must be at least 1, got {getattr(training, name)}")

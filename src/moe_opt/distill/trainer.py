@@ -13,6 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from moe_opt.distill.config import DistillConfig, StageSettings
 from moe_opt.distill.data import collate
+from moe_opt.distill.muon import MuonAdamW
 from moe_opt.distill.objectives import Objective
 from moe_opt.distill.students import Students
 from moe_opt.errors import ConfigError
@@ -25,10 +26,23 @@ class DistillTrainer(Trainer):
     `self.objective` is a plain attribute: it is in no state dict, no optimizer and no checkpoint.
     """
 
-    def __init__(self, students: Students, objective: Objective, **kwargs: Any) -> None:
+    def __init__(self, students: Students, objective: Objective, muon: bool = False, **kwargs: Any) -> None:
         super().__init__(model=students, data_collator=collate, **kwargs)
         self.objective = objective
+        self._muon = muon
         self._way_losses: dict[int, list[torch.Tensor]] = {way: [] for way in students.ways}
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        if not self._muon:
+            return super().create_optimizer(*args, **kwargs)
+        if self.optimizer is None:
+            self.optimizer = MuonAdamW(
+                self.model.parameters(),
+                self.args.learning_rate,
+                betas=(self.args.adam_beta1, self.args.adam_beta2),
+                weight_decay=self.args.weight_decay,
+            )
+        return self.optimizer
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)  # the data is in its final order already
@@ -173,7 +187,12 @@ def run_stage(
     args = training_arguments(config, stage, folder)
     tokens = config.data.length * config.training.batch_size * config.training.gradient_accumulation * args.world_size
     trainer = DistillTrainer(
-        students, objective, args=args, train_dataset=data, callbacks=[ProgressLines(name, tokens)]
+        students,
+        objective,
+        muon=config.training.optimizer == "muon",
+        args=args,
+        train_dataset=data,
+        callbacks=[ProgressLines(name, tokens)],
     )
     for callback in list(trainer.callback_handler.callbacks):
         if type(callback).__name__ == "PrinterCallback":  # prints the raw log dictionary beside our line

@@ -18,7 +18,8 @@ def test_orthogonalise_keeps_directions_and_levels_singular_values(shape: tuple[
     assert result.shape == matrices.shape
     u, _, v = torch.linalg.svd(matrices, full_matrices=False)
     found = torch.linalg.svdvals(result)
-    assert found.min() > 0.3 and found.max() < 1.4
+    assert found.min() > 0.3
+    assert found.max() < 1.4
     nearest = u @ v
     cosine = torch.nn.functional.cosine_similarity(result.flatten(1), nearest.flatten(1))
     assert cosine.min() > 0.95

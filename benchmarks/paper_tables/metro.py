@@ -11,7 +11,6 @@ from moe_opt.devices import device_preset
 from moe_opt.report.plots import plot_curves
 from moe_opt.simulate import MODELS, get_model
 from moe_opt.simulate.metro import (
-    METHODS,
     Collectives,
     decode_pareto,
     gain_at_slo,
@@ -20,6 +19,7 @@ from moe_opt.simulate.metro import (
 from moe_opt.simulate.models import kv_heads
 
 SETUPS = (("qwen3-235b-a22b", 8, (1024, 512, 256, 128, 64)), ("deepseek-v3", 16, (1024, 512, 256, 128)))
+METHODS = ("eplb", "metro", "optimal")
 OVERHEADS = {"26 us a layer (A100, the paper's highest)": 26e-6, "free": 0.0}
 
 

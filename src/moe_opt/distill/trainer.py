@@ -35,7 +35,7 @@ class DistillTrainer(Trainer):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         if not self._muon:
             return super().create_optimizer(*args, **kwargs)
-        if self.optimizer is None:
+        if getattr(self, "optimizer", None) is None:
             self.optimizer = MuonAdamW(
                 self.model.parameters(),
                 self.args.learning_rate,

@@ -2,9 +2,8 @@
 that buy?
 
 METRO section III: in the memory-bound regime a step lasts as long as its busiest rank needs to read its
-activated experts. `busiest_rank` counts them for one batch under EPLB's even split, METRO's greedy choice
-and the exact optimum; `decode_pareto` prices the configurations of Table II with it. These are NumPy
-estimates for planning; the choice inside a forward pass is `moe_opt.modeling.metro`."""
+activated experts. `decode_pareto` prices the configurations of Table II with the very replica choice that
+a forward pass makes (`moe_opt.cluster.replicas`)."""
 
 from __future__ import annotations
 
@@ -14,14 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csr_array
-from scipy.sparse.csgraph import maximum_bipartite_matching
 
+from moe_opt.cluster.placement import place_by_load
+from moe_opt.cluster.replicas import ReplicaTable
 from moe_opt.devices import Device
 from moe_opt.errors import ConfigError
 from moe_opt.flops import FlopsModel
-
-METHODS = ("eplb", "metro", "optimal")
 
 
 def zipf_popularity(num_experts: int, exponent: float, rng: np.random.Generator) -> NDArray[np.float64]:
@@ -38,73 +35,6 @@ def draw_tokens_per_expert(
     scores = np.log(popularity)[None, :] + rng.gumbel(size=(tokens, len(popularity)))
     chosen = np.argpartition(scores, -top_k, axis=1)[:, -top_k:]
     return np.bincount(chosen.ravel(), minlength=len(popularity))
-
-
-def place_replicas(load: NDArray[np.floating], num_ranks: int, slots_per_rank: int) -> NDArray[np.bool_]:
-    """EPLB's placement [E, G]: spare slots go to the experts with most tokens per replica, replicas are
-    packed heaviest first onto the least loaded rank that has a slot and does not hold that expert yet."""
-    num_experts, slots = len(load), num_ranks * slots_per_rank
-    if slots < num_experts:
-        raise ConfigError(f"{num_ranks} ranks of {slots_per_rank} slots cannot hold {num_experts} experts")
-    replicas = np.ones(num_experts, dtype=np.int64)
-    for _ in range(slots - num_experts):
-        share = np.where(replicas < num_ranks, load / replicas, -np.inf)
-        if share.max() == -np.inf:
-            break
-        replicas[int(share.argmax())] += 1
-    hosts = np.zeros((num_experts, num_ranks), dtype=bool)
-    held = np.zeros(num_ranks, dtype=np.int64)
-    weight = np.zeros(num_ranks)
-    # many replicas first: they have the fewest ranks to choose from; then the heaviest
-    for expert in np.lexsort((-load / replicas, -replicas)):
-        room = np.flatnonzero(held < slots_per_rank)
-        order = room[np.lexsort((held[room], weight[room]))][: replicas[expert]]
-        hosts[expert, order] = True
-        held[order] += 1
-        weight[order] += load[expert] / len(order)
-    return hosts
-
-
-def busiest_rank(tokens: NDArray[np.int64], hosts: NDArray[np.bool_], method: str = "metro") -> int:
-    """Activated experts on the busiest rank for one batch: int [E] tokens, bool [E, G] hosts.
-
-    "eplb" splits each expert's tokens evenly over its replicas and so activates as many of them as it has
-    tokens; "metro" takes one replica per expert, in index order, on the rank with fewest so far (Algorithm
-    1); "optimal" is the least possible, by binary search over bipartite matchings (section IV-B)."""
-    if tokens.shape != hosts.shape[:1]:
-        raise ConfigError(f"tokens {tokens.shape} and hosts {hosts.shape} do not belong together")
-    active = np.flatnonzero(tokens > 0)
-    if not hosts[active].any(axis=1).all():
-        raise ConfigError("an expert with tokens has no host")
-    if method == "eplb":
-        order = np.cumsum(hosts[active], axis=1)  # the first t hosts get the t tokens
-        return int((hosts[active] & (order <= tokens[active][:, None])).sum(axis=0).max(initial=0))
-    if method == "metro":
-        load = np.zeros(hosts.shape[1], dtype=np.int64)
-        for expert in active:
-            candidates = np.flatnonzero(hosts[expert])
-            load[candidates[int(load[candidates].argmin())]] += 1
-        return int(load.max(initial=0))
-    if method == "optimal":
-        return _least_maximum(hosts[active])
-    raise ConfigError(f"unknown method {method!r}; choose one of: {', '.join(METHODS)}")
-
-
-def _least_maximum(hosts: NDArray[np.bool_]) -> int:
-    """Smallest per-rank maximum with every expert on one of its hosts."""
-    experts, ranks = hosts.shape
-    if experts == 0:
-        return 0
-    low, high = -(-experts // ranks), experts
-    while low < high:
-        middle = (low + high) // 2
-        graph = csr_array(np.repeat(hosts, middle, axis=1))  # each rank as `middle` places
-        matched = maximum_bipartite_matching(graph, perm_type="column")
-        if (matched >= 0).all():
-            high = middle
-        else:
-            low = middle + 1
-    return low
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,9 +132,9 @@ def decode_pareto(
             for _ in range(sampled_layers):
                 popularity = zipf_popularity(model.num_experts, exponent, rng)
                 slots = -(-round(model.num_experts * replication) // ep)
-                hosts = place_replicas(popularity, ep, max(slots, -(-model.num_experts // ep)))
+                hosts = place_by_load(popularity, ep, max(slots, -(-model.num_experts // ep)))
                 tokens = draw_tokens_per_expert(popularity, batch, model.top_k, rng)
-                busiest.append(busiest_rank(tokens, hosts, method))
+                busiest.append(ReplicaTable(hosts).busiest(tokens, method))
             mean = float(np.mean(busiest))
             seconds = decode_step_seconds(
                 model,
@@ -214,7 +144,7 @@ def decode_pareto(
                 context=context,
                 tensor_parallel=tp,
                 expert_parallel=ep,
-                metro=method == "metro" and replication > 1,
+                metro=method in ("metro", "greedy") and replication > 1,
                 hidden_size=hidden_size,
                 kv_heads=kv_heads,
                 collectives=collectives,

@@ -16,6 +16,7 @@ moe-opt inspect Qwen/Qwen3-30B-A3B --dtype bfloat16 --json"""
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8": 1}
 _WAYS = (2, 4, 8)
+_REGIME_DEVICES = ("A100-80GB", "H100", "H200", "B200")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -104,8 +105,31 @@ def describe(model: Any, source: str, dtype: str) -> dict[str, Any]:
         "bytes": total * size,
         "bytes_per_expert": per_expert * size,
         "united": united,
+        "decode": decode_regimes(text, size),
         "features": features(model),
     }
+
+
+def decode_regimes(config: Any, size: int) -> dict[str, dict[str, float]]:
+    """Device -> up to how many tokens a decode step is memory-bound, and what METRO must save there to pay; empty for
+    families whose FLOPs are not modelled."""
+    from moe_opt.devices import device_preset
+    from moe_opt.errors import ConfigError
+    from moe_opt.flops import FlopsModel
+    from moe_opt.regime import Regime
+
+    try:
+        model = FlopsModel.from_config(config, weight_bytes=size, expert_weight_bytes=size)
+    except (ConfigError, UnsupportedModelError):
+        return {}
+    found = {}
+    for name in _REGIME_DEVICES:
+        regime = Regime.from_model(model, device_preset(name))
+        found[name] = {
+            "memory_bound_up_to_tokens": regime.largest_memory_bound_step(),
+            "metro_pays_from_experts_saved": round(regime.least_experts_saved(), 2),
+        }
+    return found
 
 
 def features(model: Any) -> dict[str, str]:
@@ -168,6 +192,13 @@ def render(report: dict[str, Any]) -> str:
             f"    {label:<22}{human_bytes(report['bytes'] + entry['extra_bytes']):>16}  +{grown:.1f} %"
             f"  ({entry['united_experts']} a layer)"
         )
+    if report["decode"]:
+        lines += ["", "  decode is memory-bound, and METRO pays once it saves the busiest rank so many experts a layer"]
+        for device, entry in report["decode"].items():
+            lines.append(
+                f"    {device:<12}up to {entry['memory_bound_up_to_tokens']:>7,} tokens a step"
+                f"    {entry['metro_pays_from_experts_saved']:>7.1f} experts"
+            )
     lines += ["", "  features"]
     lines += [f"    {name:<56}{state}" for name, state in report["features"].items()]
     return "\n".join(lines)

@@ -10,7 +10,65 @@ from typing import Any
 
 from moe_opt.errors import ConfigError
 
+REPLICA_METHODS = ("metro", "greedy", "optimal", "eplb")
 KERNELS = ("auto", "eager", "grouped_mm", "batched_mm")
+
+
+@dataclasses.dataclass
+class ExpertParallelConfig:
+    """How an expert-parallel group spreads and chooses experts (METRO).
+
+    Args:
+        method: replica choice of decode-sized steps: "metro", "greedy", "optimal" or "eplb".
+        replication: expert weights held by all ranks together, over the number of experts; 1 is no replica.
+        slots_per_rank: the same, given exactly; has precedence.
+        placement: a file that `ExpertPlacement.save` wrote; None places experts as if all were equally popular.
+        decode_tokens: steps of up to so many tokens over all ranks take `method`; larger ones split every expert's
+            tokens evenly over its replicas, which is right where computing takes longer than reading.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    method: str = "metro"
+    replication: float = 1.0
+    slots_per_rank: int | None = None
+    placement: str | None = None
+    decode_tokens: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.method not in REPLICA_METHODS:
+            raise ConfigError(
+                f"moe_opt: unknown expert_parallel method {self.method!r}; choose one of {', '.join(REPLICA_METHODS)}"
+            )
+        if not isinstance(self.replication, (int, float)) or self.replication < 1:
+            raise ConfigError(f"moe_opt: expert_parallel replication must be at least 1, got {self.replication!r}")
+        if self.slots_per_rank is not None and (not isinstance(self.slots_per_rank, int) or self.slots_per_rank < 1):
+            raise ConfigError(f"moe_opt: slots_per_rank must be an integer of at least 1, got {self.slots_per_rank!r}")
+        if not isinstance(self.decode_tokens, int) or self.decode_tokens < 0:
+            raise ConfigError(f"moe_opt: decode_tokens must be an integer of at least 0, got {self.decode_tokens!r}")
+        if self.placement is not None:
+            self.placement = os.fspath(self.placement)
+
+    @classmethod
+    def resolve(cls, value: Any) -> ExpertParallelConfig | None:
+        """None and False are off, True is the defaults, a mapping is settings."""
+        if value is None or value is False:
+            return None
+        if value is True:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"moe_opt: expert_parallel is True, a dict or None, got {value!r}")
+        known = {field.name for field in dataclasses.fields(cls)}
+        unknown = sorted(set(value) - known)
+        if unknown:
+            raise ConfigError(
+                f"moe_opt: unknown expert_parallel setting {', '.join(map(repr, unknown))}; "
+                f"known: {', '.join(sorted(known))}"
+            )
+        return cls(**value)
 
 
 @dataclasses.dataclass
@@ -23,7 +81,8 @@ class MoEOptConfig:
         ways: which ways to load where the source holds several (`ways-2/`, `ways-4/`, ...).
         brownout_layers: indices of the MoE layers that may brown out; None means all. `range` objects are accepted.
         async_ep: weight streaming (MoE-Prefill's AsyncEP). Not in this version.
-        expert_parallel: METRO's expert-parallel forward. Not in this version.
+        expert_parallel: METRO's expert-parallel forward: True, a dict or an `ExpertParallelConfig`; None is off. Needs
+            one process per rank (torchrun).
         kernels: the experts kernel that runs wherever nothing is browned out: "auto" takes what Transformers would.
 
     Raises:
@@ -51,9 +110,9 @@ class MoEOptConfig:
             self.brownout_layers = _layer_list(self.brownout_layers)
         if self.kernels not in KERNELS:
             raise ConfigError(f"moe_opt: unknown kernels {self.kernels!r}; choose one of {', '.join(KERNELS)}")
-        for name in ("async_ep", "expert_parallel"):
-            if getattr(self, name) is not None:
-                raise ConfigError(f"moe_opt: {name} is not part of this version; leave it at None")
+        self.expert_parallel = ExpertParallelConfig.resolve(self.expert_parallel)
+        if self.async_ep is not None:
+            raise ConfigError("moe_opt: async_ep is not part of this version; leave it at None")
 
     @classmethod
     def resolve(
@@ -89,11 +148,12 @@ class MoEOptConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Only what differs from the default, so that a later version's defaults still apply."""
-        return {
+        found = {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         }
+        return {key: dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for key, v in found.items()}  # type: ignore[arg-type]
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2, sort_keys=True)

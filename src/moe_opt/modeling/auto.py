@@ -92,6 +92,8 @@ class _MoEOptMixin:
         """As in Transformers; settings go to `config.json["moe_opt"]`, united experts to files of their own, which a
         plain `AutoModelForCausalLM` ignores."""
         runtime = self.moe_opt
+        if runtime.expert_parallel is not None:
+            raise ConfigError("this model holds one rank's experts only: load it without expert_parallel to save it")
         attached = runtime.united_config is not None
         settings = runtime.config.to_dict()
         if attached:
@@ -254,6 +256,11 @@ def _finish(model: Any, united: UnitedExperts | None, source: str | None, hub: d
     runtime: MoERuntime = model.moe_opt
     runtime.bind(model)
     config = runtime.config
+    if config.expert_parallel is not None:
+        from moe_opt.modeling.expert_parallel import ExpertParallel
+
+        runtime.expert_parallel = ExpertParallel(runtime, config.expert_parallel)
+        runtime.expert_parallel.shard()
     if config.united_experts is None:
         if config.ways is not None:
             raise ConfigError("moe_opt: ways is set but united_experts is not: say where they are")

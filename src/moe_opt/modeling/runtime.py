@@ -7,7 +7,7 @@ import dataclasses
 import numbers
 import threading
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from moe_opt.modeling.router_scores import RouterScores
 from moe_opt.modeling.step import ForwardContext, StepStats, holds_tokens, valid_tokens
 from moe_opt.modeling.united import UnitedExperts, UnitedExpertsConfig
 from moe_opt.modeling.united_weights import ExpertPool, UnitedWeights, united_weights
+
+if TYPE_CHECKING:
+    from moe_opt.modeling.expert_parallel import ExpertParallel
 
 PHASES = ("prefill", "decode")
 _UNSET: Any = object()  # "leave as it is", where None has a meaning of its own
@@ -84,6 +87,8 @@ class MoERuntime:
         self._last: StepStats | None = None
         self._scores: RouterScores | None = None
         self._error_per_expert: list[torch.Tensor | None] = []
+        self.expert_parallel: ExpertParallel | None = None
+        self.base_fingerprint: list[list[float]] | None = None  # of all experts, where this process lets go of some
         self.bind(model)
         base = getattr(model, "base_model", model)
         base.register_forward_pre_hook(self._before_forward, with_kwargs=True)
@@ -186,6 +191,11 @@ class MoERuntime:
         if strategy is not _UNSET:
             if strategy not in STRATEGIES:
                 raise ConfigError(f"unknown brownout strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
+            if strategy == "reroute" and self.expert_parallel is not None:
+                raise ConfigError(
+                    "reroute needs the router's scores of all ranks' tokens: under expert parallelism "
+                    "choose partial, full or top-k"
+                )
             changes["strategy"] = strategy
         if keep is not _UNSET:
             if keep not in KEEP_RULES:
@@ -376,6 +386,10 @@ class MoERuntime:
             if valid is None and expected is not None and expected.numel() == shape[0] * shape[1]:
                 valid = expected
             self._context = ForwardContext("decode" if decoding else "prefill", valid, shape=shape)
+        if self.expert_parallel is not None:
+            if inputs is None:
+                raise MoEOptError("expert parallelism needs input_ids or inputs_embeds as an argument of the model")
+            self.expert_parallel.begin(int(inputs.shape[0]) * int(inputs.shape[1]), self._context.phase)
         slots = 2 * self.num_experts  # never more united experts than originals
         self._last = StepStats(self._context, self.num_layers, slots, self.num_experts)
 
@@ -414,6 +428,8 @@ class MoERuntime:
         if stats is not None:
             stats._routed[index] = ids
             stats._computed[index] = ids
+        if self.expert_parallel is not None:
+            return self._run_layer_in_group(index, module, hidden, ids, weights, stats)
         settings = self._active_settings(index, context.phase if context is not None else "prefill")
         if settings is None:
             return stock_function(module, self.kernel)(module, hidden, ids, weights)
@@ -423,6 +439,40 @@ class MoERuntime:
         if stats is not None:
             stats._computed[index] = delegation.ids
         return self._run_delegated(module, hidden, delegation)
+
+    def _run_layer_in_group(
+        self,
+        index: int,
+        module: nn.Module,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        stats: StepStats | None,
+    ) -> torch.Tensor:
+        assert self.expert_parallel is not None
+        context = self._context
+        valid = context.valid_for(ids.shape[0], ids.device) if context is not None else None
+        exact = context.exact_for(ids.shape[0], ids.device) if context is not None else None
+        out, computed = self.expert_parallel.run(index, module, hidden, ids, weights, valid, exact)
+        if stats is not None:
+            stats._read[index] = computed
+        return out
+
+    def delegate_gathered(
+        self,
+        index: int,
+        module: nn.Module,
+        phase: str,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        valid: torch.Tensor,
+        exact: torch.Tensor | None,
+    ) -> Delegation | None:
+        """What brownout makes of the tokens of a whole expert-parallel group; None where they stay as routed."""
+        settings = self._active_settings(index, phase)
+        if settings is None:
+            return None
+        return self._delegate_tokens(index, settings, phase, module, ids, weights, valid, exact)
 
     def _delegate(
         self,
@@ -434,10 +484,23 @@ class MoERuntime:
         weights: torch.Tensor,
     ) -> Delegation | None:
         tokens = ids.shape[0]
-        ids = ids.to(torch.int64)
         phase = context.phase if context is not None else "prefill"
         valid = context.valid_for(tokens, ids.device) if context is not None else None
         exact = context.exact_for(tokens, ids.device) if context is not None else None
+        return self._delegate_tokens(index, settings, phase, module, ids.to(torch.int64), weights, valid, exact)
+
+    def _delegate_tokens(
+        self,
+        index: int,
+        settings: PhaseSettings,
+        phase: str,
+        module: nn.Module,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        valid: torch.Tensor | None,
+        exact: torch.Tensor | None,
+    ) -> Delegation | None:
+        tokens = ids.shape[0]
         threshold = self._threshold(phase, ids.device)
         if settings.strategy in PER_TOKEN_STRATEGIES:
             scores = self._scores.of_layer(index, tokens) if self._scores is not None else None

@@ -67,6 +67,7 @@ class StepStats:
         self._num_experts = num_experts
         self._routed: list[torch.Tensor | None] = [None] * num_layers
         self._computed: list[torch.Tensor | None] = [None] * num_layers
+        self._read: list[torch.Tensor | None] = [None] * num_layers  # under expert parallelism: what this rank ran
 
     @property
     def phase(self) -> str:
@@ -74,8 +75,10 @@ class StepStats:
 
     @property
     def active_experts(self) -> torch.Tensor:
-        """int64 [L] on the CPU: distinct expert weights read, united ones included, shared ones and padding not."""
-        return torch.stack([self._distinct(ids) for ids in self._computed]).cpu()
+        """int64 [L] on the CPU: distinct expert weights read, united ones included, shared ones and padding not. Under
+        expert parallelism those that this rank read, for all ranks' tokens."""
+        read = [own if own is not None else done for own, done in zip(self._read, self._computed, strict=True)]
+        return torch.stack([self._distinct(ids) for ids in read]).cpu()
 
     @property
     def routed_experts(self) -> torch.Tensor:

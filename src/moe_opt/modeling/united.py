@@ -279,7 +279,7 @@ def describe_model(model: nn.Module, ways: int, groups: Sequence[Sequence[int]])
         base_model=_public_name(getattr(config, "name_or_path", None)),
         base_revision=getattr(config, "_commit_hash", None),
         model_type=getattr(text_config, "model_type", None),
-        fingerprint=_fingerprint(layers),
+        fingerprint=weight_fingerprint(layers),
     )
 
 
@@ -339,6 +339,8 @@ def _plain_parameters(module: nn.Module, name: str) -> dict[str, torch.Tensor]:
             f"the weights of {name} are not in memory (offloaded or on the meta device): load the model without "
             "offload to merge its experts"
         )
+    if any(value.shape[0] != int(module.num_experts) for value in found.values()):
+        raise ConfigError(f"{name} holds one rank's experts only: load the model without expert_parallel to merge them")
     return found
 
 
@@ -365,7 +367,7 @@ def _check_fits(runtime: MoERuntime, united: UnitedExperts, check_base: bool) ->
                     f"united experts of layer {index}: {key} has shape {tuple(given[key].shape)}, {name} needs {shape}"
                 )
     if check_base and config.fingerprint is not None:
-        mine = _fingerprint(runtime.layers)
+        mine = runtime.base_fingerprint or weight_fingerprint(runtime.layers)
         if mine is not None and not _same_model(mine, config.fingerprint):
             raise IncompatibleUnitedExpertsError(
                 f"united experts made from {config.base_model or 'an unnamed model'} have the right shape, but this "
@@ -374,7 +376,7 @@ def _check_fits(runtime: MoERuntime, united: UnitedExperts, check_base: bool) ->
             )
 
 
-def _fingerprint(layers: Sequence[tuple[str, nn.Module]]) -> list[list[float]] | None:
+def weight_fingerprint(layers: Sequence[tuple[str, nn.Module]]) -> list[list[float]] | None:
     """Per layer, 64 values spread over `down_proj`; None where the weights are not in memory."""
     out = []
     for _, module in layers:

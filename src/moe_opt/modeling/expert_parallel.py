@@ -1,0 +1,309 @@
+"""Expert-parallel forward of one lock-step group (METRO): ranks own expert replicas, attention is data-parallel.
+
+Every rank runs its own batch. In each MoE layer the ranks all-gather their tokens with the router's choices, so that
+all know the step's counts (section IV-C); each finds the same plan of replicas, computes the assignments that the plan
+gives it, and a reduce-scatter brings every rank the sum for its own tokens. One small collective at the start of a
+forward pass tells how many tokens each rank brings, which fixes all shapes of that pass.
+
+Ranks must run forward passes together: `generate(synced_gpus=True)`, an engine in lock step, or `idle()` for a rank
+that has nothing to do.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from moe_opt.cluster.replicas import ReplicaTable
+from moe_opt.config import ExpertParallelConfig
+from moe_opt.errors import ConfigError, MoEOptError
+from moe_opt.modeling.experts import ExpertsProxy, expert_tensor_names, expert_tensors, stock_function
+from moe_opt.modeling.metro import triton_works
+from moe_opt.modeling.placement import ExpertPlacement, place_experts
+from moe_opt.modeling.replica_dispatch import (
+    Gathered,
+    gather_tokens,
+    reduce_scatter,
+    split_evenly,
+)
+from moe_opt.modeling.united import weight_fingerprint
+
+_PHASES = ("decode", "prefill")  # by number in the header that ranks exchange
+
+
+class LayerPlan:
+    """One layer on this rank: which experts it holds, and the table that replicas are chosen from.
+
+    United experts are held by every rank; they take part in the choice as experts with all ranks as hosts.
+
+    Args: hosts bool [E, G] of the originals; united: their number U.
+    """
+
+    def __init__(self, hosts: torch.Tensor, united: int, rank: int, device: torch.device) -> None:
+        ranks = hosts.shape[1]
+        everywhere = torch.ones(united, ranks, dtype=torch.bool)
+        self.hosts = torch.cat([hosts.cpu(), everywhere])
+        self.table = ReplicaTable(self.hosts.numpy())
+        held = torch.nonzero(self.hosts[:, rank]).flatten()
+        self.num_held = len(held)
+        # The slot of each expert in this rank's storage; one past the end for those of other ranks.
+        slots = torch.full((len(self.hosts),), self.num_held, dtype=torch.int64)
+        slots[held] = torch.arange(self.num_held)
+        self.slot_of_expert = slots.to(device)
+        self.hosts_on_device = self.hosts.to(device)
+        self.device_replicas: Any = None
+        if device.type == "cuda" and triton_works():
+            from moe_opt.modeling.kernels.metro import DeviceReplicas
+
+            self.device_replicas = DeviceReplicas.from_hosts(self.hosts, device)
+
+
+class ExpertParallel:
+    """The expert-parallel side of a `MoERuntime`; `runtime.expert_parallel`.
+
+    Attributes:
+        rank, num_ranks: of the process group. placement: `ExpertPlacement`. method: may be set between steps, on all
+            ranks alike.
+    """
+
+    def __init__(self, runtime: Any, config: ExpertParallelConfig, group: dist.ProcessGroup | None = None) -> None:
+        _require_processes()
+        self.runtime = runtime
+        self.config = config
+        self.method = config.method
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.num_ranks = dist.get_world_size(group)
+        self.placement = self._placement()
+        self._plans: list[LayerPlan | None] = [None] * runtime.num_layers
+        self._sizes: list[int] = []
+        self._phase = "prefill"
+        self.activated: list[torch.Tensor | None] = [None] * runtime.num_layers  # bool [E + U, G] of the last step
+
+    def _placement(self) -> ExpertPlacement:
+        experts, layers = self.runtime.num_experts, self.runtime.num_layers
+        if self.config.placement is not None:
+            placement = ExpertPlacement.load(self.config.placement)
+            if tuple(placement.hosts.shape) != (layers, experts, self.num_ranks):
+                raise ConfigError(
+                    f"{self.config.placement} places {list(placement.hosts.shape[:2])} experts on "
+                    f"{placement.num_ranks} ranks; the model has {[layers, experts]}, the group {self.num_ranks} ranks"
+                )
+            return placement
+        slots = self.config.slots_per_rank
+        if slots is None:
+            slots = -(-round(experts * self.config.replication) // self.num_ranks)
+        return place_experts(torch.ones(layers, experts), self.num_ranks, slots)
+
+    # ------------------------------------------------------------- weights
+
+    def held_experts(self, layer: int) -> list[int]:
+        """Ids of the experts whose weights this rank holds, ascending."""
+        return self.placement.experts_of(layer, self.rank)
+
+    def shard(self) -> None:
+        """Keep this rank's experts and let go of the others'. The parameters become `[held, ...]`, in id order."""
+        self.runtime.base_fingerprint = weight_fingerprint(self.runtime.layers)
+        for index, (name, module) in enumerate(self.runtime.layers):
+            check_module(name, module)
+            held = torch.tensor(self.held_experts(index))
+            for key in expert_tensor_names(module):
+                whole = module._parameters[key]
+                assert whole is not None
+                if whole.shape[0] == len(held) and len(held) != self.runtime.num_experts:
+                    continue  # loaded sharded
+                module._parameters[key] = nn.Parameter(whole.detach()[held.to(whole.device)].clone(), False)
+
+    def plan(self, layer: int, module: nn.Module) -> LayerPlan:
+        """The layer's plan, made anew when united experts were attached or the placement changed."""
+        child = module._modules.get("united")
+        united = int(child.down_proj.shape[0]) if child is not None else 0  # type: ignore[union-attr, index]
+        found = self._plans[layer]
+        if found is None or len(found.hosts) != self.runtime.num_experts + united:
+            found = LayerPlan(self.placement.hosts[layer], united, self.rank, module.down_proj.device)  # type: ignore[arg-type]
+            self._plans[layer] = found
+        return found
+
+    def rebalance(self, placement: ExpertPlacement) -> int:
+        """Move weights to a new placement between two steps (all ranks call it, with the same one).
+
+        Returns: how many expert weights this rank received, over all layers.
+        """
+        if placement.hosts.shape != self.placement.hosts.shape:
+            raise ConfigError(
+                f"the new placement has shape {list(placement.hosts.shape)}, the current one "
+                f"{list(self.placement.hosts.shape)}"
+            )
+        received = 0
+        for layer, (_, module) in enumerate(self.runtime.layers):
+            old, new = self.placement.hosts[layer], placement.hosts[layer]
+            had, wants = self.held_experts(layer), placement.experts_of(layer, self.rank)
+            moves = torch.nonzero(new & ~old).tolist()
+            for key in expert_tensor_names(module):
+                before = module._parameters[key]
+                assert before is not None
+                after = before.new_empty((len(wants), *before.shape[1:]))
+                for slot, expert in enumerate(wants):
+                    if expert in had:
+                        after[slot] = before[had.index(expert)].detach()
+                for expert, target in moves:
+                    source = int(torch.nonzero(old[expert])[0])
+                    if source == self.rank:
+                        dist.send(before.detach()[had.index(expert)].contiguous(), self._global(target), self.group)
+                    elif target == self.rank:
+                        dist.recv(after[wants.index(expert)], self._global(source), self.group)
+                module._parameters[key] = nn.Parameter(after, False)
+            received += sum(1 for _, target in moves if target == self.rank)
+        self.placement = placement
+        self._plans = [None] * self.runtime.num_layers
+        return received
+
+    def _global(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    # ------------------------------------------------------------- a step
+
+    def begin(self, tokens: int, phase: str) -> str:
+        """Tell the group what this rank brings to the forward pass. Returns the step's phase: "prefill" if any rank has
+        one.
+
+        Raises:
+            MoEOptError: ranks with different brownout settings; all ranks raise it.
+        """
+        device = self.runtime.device
+        thresholds = [self.runtime.brownout(name).threshold for name in _PHASES]
+        mine = torch.tensor([tokens, _PHASES.index(phase), *thresholds], dtype=torch.float64, device=device)
+        headers = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        dist.all_gather(headers, mine, group=self.group)
+        rows = torch.stack(headers).cpu()
+        if (rows[:, 2:] != rows[0, 2:]).any():
+            raise MoEOptError(
+                f"brownout thresholds differ between the ranks of the group ({rows[:, 2:].tolist()}): set them alike"
+            )
+        self._sizes = rows[:, 0].to(torch.int64).tolist()
+        self._phase = _PHASES[int(rows[:, 1].max())]
+        return self._phase
+
+    def run(
+        self,
+        layer: int,
+        module: nn.Module,
+        hidden: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor,
+        valid: torch.Tensor | None,
+        exact: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One layer for the whole group.
+
+        Args: as of the experts function, this rank's tokens; valid, exact: bool [T] or None.
+
+        Returns: [T, H], and the experts that this rank computed, int64 [tokens of all ranks, k], -1 elsewhere.
+        """
+        if torch.is_grad_enabled() and hidden.requires_grad:
+            raise MoEOptError("expert parallelism is for inference: run under torch.no_grad()")
+        if torch.compiler.is_compiling():
+            raise MoEOptError("expert parallelism does not go with torch.compile")
+        tokens = hidden.shape[0]
+        if not self._sizes or self._sizes[self.rank] != tokens:
+            raise MoEOptError(
+                f"the experts of rank {self.rank} were given {tokens} tokens, announced were {self._sizes}: call the "
+                "model, not its layers"
+            )
+        gathered = gather_tokens(hidden, ids.to(torch.int64), weights, valid, exact, self._sizes, self.group)
+        plan = self.plan(layer, module)
+        chosen_ids, chosen_weights = self._after_brownout(layer, module, gathered)
+        mine = self._mine(layer, plan, chosen_ids, gathered.total)
+        local = torch.where(mine, plan.slot_of_expert[chosen_ids.clamp_min(0)], plan.num_held)
+        proxy = ExpertsProxy(module, self._storage(module))
+        kernel = stock_function(module, "batched_mm" if self.runtime.kernel == "batched_mm" else "grouped_mm")
+        out = kernel(proxy, gathered.hidden, local, chosen_weights.masked_fill(~mine, 0))
+        return self._combine(out, tokens), torch.where(mine, chosen_ids, -1)
+
+    def _after_brownout(self, layer: int, module: nn.Module, gathered: Gathered) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slots and weights of all tokens after brownout, the same on every rank; padding has slot -1."""
+        delegation = self.runtime.delegate_gathered(
+            layer, module, self._phase, gathered.ids, gathered.weights, gathered.valid, gathered.exact
+        )
+        ids, weights = (gathered.ids, gathered.weights) if delegation is None else delegation
+        return torch.where(gathered.valid.unsqueeze(1), ids, -1), weights
+
+    def _mine(self, layer: int, plan: LayerPlan, ids: torch.Tensor, total: int) -> torch.Tensor:
+        """bool like ids: the assignments that this rank computes."""
+        if self.method == "eplb" or total > self.config.decode_tokens:
+            rank_of_assignment = split_evenly(ids, plan.hosts_on_device)
+            self.activated[layer] = None
+            return (rank_of_assignment == self.rank) & (ids >= 0)
+        experts = len(plan.hosts)
+        if plan.device_replicas is not None and self.method == "metro":
+            from moe_opt.modeling.kernels.metro import choose_on_device
+
+            bins = torch.zeros(experts + 1, dtype=torch.int64, device=ids.device)
+            flat = torch.where(ids < 0, experts, ids).reshape(-1)
+            counts = bins.scatter_add_(0, flat, torch.ones_like(flat))[:experts]
+            choice = choose_on_device(counts, plan.device_replicas).to(torch.int64)
+        else:
+            on_host = ids.cpu().numpy().reshape(-1)
+            tokens = np.bincount(on_host[on_host >= 0], minlength=experts)
+            choice = torch.from_numpy(plan.table.choose(tokens, self.method)).to(ids.device)
+        self.activated[layer] = choice
+        return (choice[ids.clamp_min(0)] == self.rank) & (ids >= 0)
+
+    def _storage(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """This rank's originals, then the united experts."""
+        child = module._modules.get("united")
+        if child is None:
+            return expert_tensors(module)
+        pool = self.runtime._pool(module, child)
+        if pool is not None:
+            return pool.weights
+        return {key: torch.cat([value, getattr(child, key)]) for key, value in expert_tensors(module).items()}
+
+    def _combine(self, partial: torch.Tensor, tokens: int) -> torch.Tensor:
+        """Sum the ranks' parts [all tokens, H]; each rank takes its own rows."""
+        if self.num_ranks == 1:
+            return partial[:tokens]
+        width = partial.shape[0] // self.num_ranks
+        out = partial.new_empty((width, partial.shape[1]))
+        reduce_scatter(out, partial.contiguous(), group=self.group)
+        return out[:tokens]
+
+    @torch.no_grad()
+    def idle(self) -> None:
+        """Take part in one forward pass of the others with nothing of one's own (one token of padding)."""
+        model = self.runtime._model
+        with self.runtime.batch([-1], phase="decode"):
+            model(input_ids=torch.zeros(1, 1, dtype=torch.int64, device=self.runtime.device), use_cache=False)
+
+
+def check_module(name: str, module: nn.Module) -> None:
+    """Refuse experts whose weights are not plain parameters in memory.
+
+    Raises:
+        ConfigError
+    """
+    if hasattr(module, "_hf_hook"):
+        raise ConfigError(f"{name} is offloaded by accelerate (device_map): expert parallelism needs it in memory")
+    for key in expert_tensor_names(module):
+        if type(module._parameters.get(key)) is not nn.Parameter:
+            raise ConfigError(
+                f"{name}.{key} is not a plain parameter (an adapter or a quantizer wraps it): expert parallelism "
+                "does not go with that"
+            )
+
+
+def _require_processes() -> None:
+    """A process group, made from the launcher's environment where there is none yet."""
+    if dist.is_initialized():
+        return
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        raise ConfigError(
+            "expert_parallel needs one process per rank: start with `torchrun --nproc-per-node N script.py` "
+            "(or `accelerate launch`), or call torch.distributed.init_process_group first"
+        )
+    dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")

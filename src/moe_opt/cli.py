@@ -29,6 +29,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "MoE layers, experts, memory and which features apply to a model",
     ),
     "serve": ("moe_opt.serving.serve_command", "serve a MoE model over TGI's and OpenAI's HTTP API"),
+    "score": ("moe_opt.serving.score_command", "probabilities of given choices for many prompts, by prefill alone"),
     "bench": ("moe_opt.serving.bench_command", "load a running server and report latencies and kept objectives"),
     "simulate": ("moe_opt.simulate.command", "run routing policies over a trace on a simulated fleet"),
     "plot": ("moe_opt.report.command", "draw the figures of a result file"),

@@ -1,0 +1,177 @@
+"""Processes that score: one in the caller's own, or several with prefixes routed to where they are promised."""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+from moe_opt.cluster import Request, Worker
+from moe_opt.cluster.prefill import Cost, PrefillScheduler, saturation_from_calibration, token_cost
+from moe_opt.errors import ConfigError, MoEOptError, UnsupportedModelError
+from moe_opt.flops import FlopsModel
+from moe_opt.modeling.scoring import ScoreItem, ScoreStats, score_items
+
+_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class ScorerSettings:
+    """What a scoring process needs to know."""
+
+    model_id: str
+    dtype: str
+    device: str | None
+    max_batch_tokens: int
+    share_prefixes: bool
+
+
+class LocalScorer:
+    """Scores in this process. `model` and `tokenizer` are loaded at once."""
+
+    def __init__(self, settings: ScorerSettings) -> None:
+        from moe_opt.evaluation.command import load_model
+
+        self.settings = settings
+        self.model, self.tokenizer = load_model(settings.model_id, dtype=settings.dtype, device=settings.device)
+        self.stats = ScoreStats()
+
+    def score(self, items: Sequence[ScoreItem]) -> list[list[float]]:
+        return score_items(
+            self.model,
+            items,
+            max_batch_tokens=self.settings.max_batch_tokens,
+            share_prefixes=self.settings.share_prefixes,
+            stats=self.stats,
+        )
+
+    def close(self) -> None:
+        """Nothing to stop."""
+
+
+class ScorerPool:
+    """Several processes, each with the model. Items go where their prefix is promised, up to the saturation threshold.
+
+    Work goes out in rounds: a round closes when every process is saturated or the items are gone, and the next begins
+    when all have answered. What runs together is then a matter of the items alone, not of timing, so that a restarted
+    job gives the same numbers.
+    """
+
+    def __init__(self, settings: ScorerSettings, processes: int, config: Any) -> None:
+        self.stats = ScoreStats()
+        try:
+            flops = FlopsModel.from_config(config)
+            self._cost: Cost = flops.prefill
+            reference = flops.prefill(settings.max_batch_tokens)
+        except (ConfigError, UnsupportedModelError):
+            self._cost, reference = token_cost, float(settings.max_batch_tokens)
+        self.saturation = saturation_from_calibration(reference)
+        context = multiprocessing.get_context("spawn")
+        threads = max(1, (os.cpu_count() or 1) // processes)
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for _ in range(processes):
+            mine, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, settings, threads), daemon=True)
+            process.start()
+            theirs.close()
+            self._pipes.append(mine)
+            self._processes.append(process)
+        for pipe in self._pipes:
+            self._receive(pipe)  # loaded, or why not
+
+    def score(self, items: Sequence[ScoreItem]) -> list[list[float]]:
+        scheduler = PrefillScheduler(self._cost, self.saturation, _BLOCK)
+        workers = [Worker(index, max_running=len(items)) for index in range(len(self._pipes))]
+        waiting = [
+            Request(number, len(item.prompt), block_hashes=_blocks(item.prompt)) for number, item in enumerate(items)
+        ]
+        out: list[list[float]] = [[] for _ in items]
+        while waiting:
+            assigned = scheduler.schedule(waiting, workers)
+            share: list[list[int]] = [[] for _ in workers]
+            for assignment in assigned:
+                share[int(str(assignment.worker_id))].append(int(str(assignment.request_id)))
+            for pipe, numbers in zip(self._pipes, share, strict=True):
+                if numbers:
+                    pipe.send([items[number] for number in numbers])
+            for index, numbers in enumerate(share):
+                if not numbers:
+                    continue
+                values, stats = self._receive(self._pipes[index])
+                for number, value in zip(numbers, values, strict=True):
+                    out[number] = value
+                self._add(stats)
+                scheduler.removed(index)  # nothing is kept from one round to the next: no KV
+            done = {number for numbers in share for number in numbers}
+            waiting = [request for request in waiting if request.id not in done]
+        return out
+
+    def _add(self, stats: ScoreStats) -> None:
+        for name in ("items", "choices", "asked", "prompt_tokens", "computed", "passes"):
+            setattr(self.stats, name, getattr(self.stats, name) + getattr(stats, name))
+        self.stats.segments.extend(stats.segments)
+
+    def _receive(self, pipe: Connection) -> Any:
+        try:
+            kind, value = pipe.recv()
+        except EOFError as error:
+            raise MoEOptError(
+                "a scoring process died (out of memory?); start the same command again to go on"
+            ) from error
+        if kind == "error":
+            raise MoEOptError(value)
+        return value
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.close()
+        for process in self._processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+
+
+def _blocks(prompt: Sequence[int]) -> tuple[int, ...]:
+    """A chain of hashes over blocks of tokens, as the scheduler matches them."""
+    chain, before = [], 0
+    for start in range(0, len(prompt) - _BLOCK + 1, _BLOCK):
+        before = hash((before, *prompt[start : start + _BLOCK]))
+        chain.append(before)
+    return tuple(chain)
+
+
+def _serve(pipe: Connection, settings: ScorerSettings, threads: int) -> None:
+    """A scoring process: items in, values and statistics out, until the pipe closes."""
+    import torch
+
+    torch.set_num_threads(threads)
+    try:
+        scorer = LocalScorer(settings)
+    except Exception as error:  # whatever it is, the parent says it and ends
+        pipe.send(("error", str(error)))
+        return
+    pipe.send(("ready", None))
+    while True:
+        try:
+            items = pipe.recv()
+        except EOFError:
+            return
+        scorer.stats = ScoreStats()
+        try:
+            pipe.send(("done", (scorer.score(items), scorer.stats)))
+        except Exception as error:
+            pipe.send(("error", str(error)))
+
+
+def flops_of(stats: ScoreStats, config: Any) -> float:
+    """FLOPs of what was computed (Eq. 2), nan for families that are not modelled."""
+    try:
+        model = FlopsModel.from_config(config)
+    except (ConfigError, UnsupportedModelError):
+        return math.nan
+    return math.fsum(model.prefill(new, before) for new, before in stats.segments)

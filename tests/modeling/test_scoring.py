@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from moe_opt import MoEOptimizedForCausalLM
 from moe_opt.errors import ConfigError
 from moe_opt.flops import FlopsModel
+from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.modeling.scoring import (
-    ScoreItem,
     ScoreStats,
     build_trees,
     score_items,

@@ -9,24 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from moe_opt.errors import ConfigError
+from moe_opt.modeling.score_item import ScoreItem
 
 _TREE_ATTENTION = ("eager", "sdpa")
 _TREE_LAYERS = {"full_attention", "sliding_attention"}
 MIN_SHARED_TOKENS = 8  # below that, a common beginning (a start-of-text token) is no reason to share a row
-
-
-class ScoreItem(NamedTuple):
-    """A prompt and its choices as token ids, none of them empty."""
-
-    prompt: Sequence[int]
-    choices: Sequence[Sequence[int]]
 
 
 @dataclass

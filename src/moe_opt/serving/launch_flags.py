@@ -93,6 +93,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("max-batch-total-tokens", int, None, "tokens in the KV cache; default: from the free memory"),
     Flag("max-batch-size", int, 32, "sequences that run at once"),
     Flag("max-client-batch-size", int, 4, "prompts of one /v1/completions request"),
+    Flag("max-score-items", int, 1024, "prompts and choices of one /v1/score, /v1/classify or /v1/rerank request"),
     Flag("payload-limit", int, 2_000_000, "bytes of a request body"),
     Flag("request-timeout", float, None, "seconds for a whole answer; default: no bound"),
     Flag("body-timeout", float, 60.0, "seconds to receive a request body"),

@@ -118,7 +118,7 @@ def _score_window(
     window: list[tuple[int, Any]], scorer: Any, tokenizer: Any, limit: int | None, files: ResultFiles
 ) -> None:
     """Score a window's rows and commit them."""
-    from moe_opt.modeling.scoring import ScoreItem
+    from moe_opt.modeling.score_item import ScoreItem
 
     rows: list[ScoreRow] = []
     items: list[ScoreItem] = []

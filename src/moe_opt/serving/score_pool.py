@@ -14,7 +14,8 @@ from moe_opt.cluster import Request, Worker
 from moe_opt.cluster.prefill import Cost, PrefillScheduler, saturation_from_calibration, token_cost
 from moe_opt.errors import ConfigError, MoEOptError, UnsupportedModelError
 from moe_opt.flops import FlopsModel
-from moe_opt.modeling.scoring import ScoreItem, ScoreStats, score_items
+from moe_opt.modeling.score_item import ScoreItem
+from moe_opt.modeling.scoring import ScoreStats, score_items
 
 _BLOCK = 16
 

@@ -171,6 +171,7 @@ def build_state(values: dict[str, Any], model: Any, tokenizer: Any) -> ApiState:
         max_stop_sequences=values["max_stop_sequences"],
         max_top_n_tokens=values["max_top_n_tokens"],
         max_client_batch_size=values["max_client_batch_size"],
+        max_score_items=values["max_score_items"],
         payload_limit=values["payload_limit"],
         body_timeout=values["body_timeout"],
         write_timeout=values["write_timeout"],

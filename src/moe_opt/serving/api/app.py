@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from moe_opt.serving.api import openai, operations, tgi
+from moe_opt.serving.api import openai, operations, score, tgi
 from moe_opt.serving.api.errors import ApiError, as_api_error, unhealthy_error
 from moe_opt.serving.api.service import RequestTimes
 from moe_opt.serving.api.state import REQUEST_ID_HEADER, STATE, ApiState, request_id_of, state_of
@@ -20,7 +20,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # TGI's list; /chat_tokenize and the GET routes are open there too.
 _GUARDED = frozenset(
     ["/", "/generate", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/vertex", "/invocations",
-     "/tokenize"]
+     "/tokenize", "/v1/score", "/v1/classify", "/v1/rerank"]
 )  # fmt: skip
 _QUIET = frozenset(["/health", "/ping", "/metrics"])  # asked every few seconds; logged at debug level
 
@@ -42,6 +42,9 @@ def create_app(state: ApiState) -> web.Application:
             web.post("/v1/chat/completions", openai.chat_completions),
             web.post("/v1/completions", openai.completions),
             web.post("/chat_tokenize", openai.chat_tokenize),
+            web.post("/v1/score", score.score),
+            web.post("/v1/classify", score.classify),
+            web.post("/v1/rerank", score.rerank),
             web.get("/v1/models", openai.models),
             web.post("/invocations", operations.invocations),
             web.get("/", operations.health),

@@ -16,6 +16,7 @@ class Limits:
         max_concurrent_requests: sequences waiting or running; one more is answered with 429.
         max_best_of, max_stop_sequences, max_top_n_tokens: highest values of these parameters.
         max_client_batch_size: prompts of one `/v1/completions` or `/vertex` request.
+        max_score_items: prompts and choices of one request of the scoring routes.
         payload_limit: bytes of a request body. max_stop_bytes: bytes of one stop sequence.
         max_grammar_bytes: bytes of a grammar or of all tools together, as JSON.
         body_timeout: seconds to receive a body. write_timeout: seconds that a client may leave a stream unread.
@@ -31,6 +32,7 @@ class Limits:
     max_stop_sequences: int = 4
     max_top_n_tokens: int = 5
     max_client_batch_size: int = 4
+    max_score_items: int = 1024
     payload_limit: int = 2_000_000
     max_stop_bytes: int = 4096
     max_grammar_bytes: int = 100_000

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from moe_opt import __version__
-from moe_opt.serving.api import schemas
+from moe_opt.serving.api import schemas, score_schemas
 
 _POSTS: dict[str, tuple[type[BaseModel] | None, str, bool]] = {
     "/": (schemas.CompatGenerateRequest, "Generate; a stream if `stream` is true", True),
@@ -19,6 +19,9 @@ _POSTS: dict[str, tuple[type[BaseModel] | None, str, bool]] = {
     "/chat_tokenize": (schemas.ChatRequest, "Template and tokenize a chat request", False),
     "/v1/chat/completions": (schemas.ChatRequest, "Chat completion in OpenAI's dialect", True),
     "/v1/completions": (schemas.CompletionRequest, "Completion in OpenAI's dialect", True),
+    "/v1/score": (score_schemas.ScoreRequest, "Probabilities of tokens after a query with each item", False),
+    "/v1/classify": (score_schemas.ClassifyRequest, "Probabilities of choices given as text", False),
+    "/v1/rerank": (score_schemas.RerankRequest, "Documents by their relevance to a query", False),
     "/invocations": (None, "SageMaker: the body of /, of chat or of completions", True),
     "/vertex": (schemas.VertexRequest, "Vertex: several prompts, texts back", False),
     "/brownout": (schemas.BrownoutUpdate, "Change thresholds, strategy or united experts while serving", False),

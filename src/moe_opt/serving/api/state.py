@@ -57,6 +57,7 @@ class ApiState:
     api_key: str | None = None
     cors_allow_origin: tuple[str, ...] = ()
     open_requests: int = 0
+    scoring: int = 0  # requests of the scoring routes under way
     started: float = dataclasses.field(default_factory=time.time)
 
     @property

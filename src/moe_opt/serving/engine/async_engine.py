@@ -9,9 +9,10 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
+from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.serving.engine.config import EngineConfig
 from moe_opt.serving.engine.engine import Engine
 from moe_opt.serving.engine.types import (
@@ -173,6 +174,13 @@ class AsyncEngine:
     async def swap_united(self, united: Any) -> None:
         await self._between_steps(lambda: self.engine.swap_united(united))
 
+    async def score(self, items: Sequence[ScoreItem]) -> list[list[float]]:
+        found: list[list[float]] = []
+        for part in _parts(items, 2 * self.config.max_batch_prefill_tokens):
+            # Steps of other requests run between two parts.
+            await self._between_steps(lambda part=part: found.extend(self.engine.score(part)))  # type: ignore[misc]
+        return found
+
     async def drain(self, timeout: float | None = None) -> bool:
         self._draining = True
         try:
@@ -284,6 +292,18 @@ class AsyncEngine:
 
     def _request_stop(self) -> None:
         self._stop = True
+
+
+def _parts(items: Sequence[ScoreItem], tokens: int) -> Iterator[Sequence[ScoreItem]]:
+    """Runs of items with at most so many tokens, prompts counted once; a longer item stands alone."""
+    first = held = 0
+    for index, item in enumerate(items):
+        size = len(item.prompt) + sum(map(len, item.choices))
+        if index > first and held + size > tokens:
+            yield items[first:index]
+            first, held = index, 0
+        held += size
+    yield items[first:]
 
 
 def _ignore(_: object) -> None:

@@ -7,10 +7,12 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from collections.abc import Sequence as Listing
 from typing import Any
 
 import torch
 
+from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.modeling.united import UnitedExperts, attach_united_experts, detach_united_experts
 from moe_opt.serving.engine.config import EngineConfig
 from moe_opt.serving.engine.grammar import GrammarCompiler, GrammarState
@@ -166,6 +168,10 @@ class Engine:
             attach_united_experts(self.runner.model, united)
         self.runner.weights_moved()
         self.scheduler.forget_browned()
+
+    def score(self, items: Listing[ScoreItem]) -> list[list[float]]:
+        """See `EngineClient.score`."""
+        return self.runner.score(items)
 
     # ------------------------------------------------------------- the step
 

@@ -11,7 +11,9 @@ import numpy as np
 import torch
 
 from moe_opt.errors import ConfigError
-from moe_opt.modeling.runtime import StepStats
+from moe_opt.modeling.runtime import PHASES, StepStats
+from moe_opt.modeling.score_item import ScoreItem
+from moe_opt.modeling.scoring import score_items
 from moe_opt.serving.engine.attention import IMPLEMENTATION, AttentionBackend, Span
 from moe_opt.serving.engine.attention_cuda import VarlenAttention, choose_backend
 from moe_opt.serving.engine.config import EngineConfig
@@ -85,6 +87,19 @@ class ModelRunner:
         release_pool(self.layers)
         self.pool.clear()
         self.model.set_attn_implementation(self._previous_attention)
+
+    def score(self, items: Sequence[ScoreItem]) -> list[list[float]]:
+        """Score choices with the model's own attention, without brownout and without pages."""
+        thresholds = {phase: self.runtime.brownout(phase).threshold for phase in PHASES}
+        self.model.set_attn_implementation(self._previous_attention)
+        self.runtime.set_brownout(threshold=1.0)
+        try:
+            with torch.inference_mode():
+                return score_items(self.model, items, max_batch_tokens=self.config.max_batch_prefill_tokens)
+        finally:
+            for phase, threshold in thresholds.items():
+                self.runtime.set_brownout(threshold=threshold, phase=phase)
+            self.model.set_attn_implementation(IMPLEMENTATION)
 
     def run(self, plan: Plan) -> Pass:
         """Compute the rows of a plan. The pages of every row are there already."""

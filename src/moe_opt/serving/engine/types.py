@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from moe_opt.errors import MoEOptError
+from moe_opt.modeling.score_item import ScoreItem
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 Phase = Literal["prefill", "decode"]
@@ -339,6 +340,11 @@ class EngineClient(Protocol):
     async def swap_united(self, united: Any) -> None:
         """Attach another `UnitedExperts`, or None to take them off, between two steps; thresholds stay where the new
         ones allow it."""
+        ...
+
+    async def score(self, items: Sequence[ScoreItem]) -> list[list[float]]:
+        """Log-probabilities of each item's choices (`modeling.scoring.score_items`), exact whatever the brownout, no
+        pages used. Runs between steps, a batch at a time."""
         ...
 
     async def drain(self, timeout: float | None = None) -> bool:

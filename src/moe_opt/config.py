@@ -10,6 +10,7 @@ from typing import Any
 
 from moe_opt.errors import ConfigError
 
+STREAMING_MODES = ("auto", "offload", "gather", "both")
 REPLICA_METHODS = ("metro", "greedy", "optimal", "eplb")
 KERNELS = ("auto", "eager", "grouped_mm", "batched_mm")
 
@@ -72,6 +73,47 @@ class ExpertParallelConfig:
 
 
 @dataclasses.dataclass
+class AsyncEPConfig:
+    """How expert weights are streamed (MoE-Prefill's AsyncEP).
+
+    Args:
+        mode: "offload" (experts outside the device, copied ahead), "gather" (each rank holds a part, all-gathered
+            ahead), "both", or "auto": "offload" where the model does not fit the free memory, else off.
+        window: layers that are fetched ahead; each costs a buffer of one layer's experts.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+
+    mode: str = "offload"
+    window: int = 1
+
+    def __post_init__(self) -> None:
+        if self.mode not in STREAMING_MODES:
+            raise ConfigError(
+                f"moe_opt: unknown async_ep mode {self.mode!r}; choose one of {', '.join(STREAMING_MODES)}"
+            )
+        if isinstance(self.window, bool) or not isinstance(self.window, int) or self.window < 1:
+            raise ConfigError(f"moe_opt: async_ep window must be an integer of at least 1, got {self.window!r}")
+
+    @classmethod
+    def resolve(cls, value: Any) -> AsyncEPConfig | None:
+        """None and False are off, a text is the mode, a mapping is settings."""
+        if value is None or value is False:
+            return None
+        if isinstance(value, cls):
+            return value
+        if isinstance(value, str):
+            return cls(mode=value)
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"moe_opt: async_ep is {', '.join(STREAMING_MODES)}, a dict or None, got {value!r}")
+        unknown = sorted(set(value) - {field.name for field in dataclasses.fields(cls)})
+        if unknown:
+            raise ConfigError(f"moe_opt: unknown async_ep setting {', '.join(map(repr, unknown))}; known: mode, window")
+        return cls(**value)
+
+
+@dataclasses.dataclass
 class MoEOptConfig:
     """What `from_pretrained(..., moe_opt=...)` does to a model. Thresholds are run-time state and never stored here.
 
@@ -80,7 +122,8 @@ class MoEOptConfig:
             "." stands for the model's own folder and is what `save_pretrained` writes.
         ways: which ways to load where the source holds several (`ways-2/`, `ways-4/`, ...).
         brownout_layers: indices of the MoE layers that may brown out; None means all. `range` objects are accepted.
-        async_ep: weight streaming (MoE-Prefill's AsyncEP). Not in this version.
+        async_ep: weight streaming (MoE-Prefill's AsyncEP): "auto", "offload", "gather", "both", a dict or an
+            `AsyncEPConfig`; None is off.
         expert_parallel: METRO's expert-parallel forward: True, a dict or an `ExpertParallelConfig`; None is off. Needs
             one process per rank (torchrun).
         kernels: the experts kernel that runs wherever nothing is browned out: "auto" takes what Transformers would.
@@ -111,8 +154,11 @@ class MoEOptConfig:
         if self.kernels not in KERNELS:
             raise ConfigError(f"moe_opt: unknown kernels {self.kernels!r}; choose one of {', '.join(KERNELS)}")
         self.expert_parallel = ExpertParallelConfig.resolve(self.expert_parallel)
-        if self.async_ep is not None:
-            raise ConfigError("moe_opt: async_ep is not part of this version; leave it at None")
+        self.async_ep = AsyncEPConfig.resolve(self.async_ep)
+        if self.async_ep is not None and self.expert_parallel is not None:
+            raise ConfigError(
+                "moe_opt: async_ep moves weights to the tokens, expert_parallel tokens to the weights: choose one"
+            )
 
     @classmethod
     def resolve(

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
@@ -59,8 +60,38 @@ class _MoEOptMixin:
         super().__init__(config, *args, **kwargs)  # type: ignore[call-arg]
         request = _REQUEST.get() or _Request(True, None)
         settings = request.resolve(getattr(config, "moe_opt", None))
-        self.__dict__[_RUNTIME] = MoERuntime(self, settings)  # type: ignore[arg-type]
+        self.__dict__[_RUNTIME] = runtime = MoERuntime(self, settings)  # type: ignore[arg-type]
+        if settings.async_ep is not None:
+            self._leave_experts_out(runtime, settings)
         self.set_experts_implementation(IMPLEMENTATION)  # type: ignore[attr-defined]
+
+    def _leave_experts_out(self, runtime: MoERuntime, settings: MoEOptConfig) -> None:
+        """Before the weights are read: streamed experts are not among them."""
+        from moe_opt.modeling.async_ep import needs_streaming, strip_experts
+        from moe_opt.modeling.experts import expert_tensors
+
+        assert settings.async_ep is not None
+        if settings.united_experts is not None:
+            raise ConfigError("moe_opt: united experts have no use while whole layers are streamed (async_ep)")
+        if settings.async_ep.mode == "auto":
+            experts = sum(
+                value.numel() * value.element_size()
+                for _, module in runtime.layers
+                for value in expert_tensors(module).values()
+            )
+            everything = sum(p.numel() * p.element_size() for p in self.parameters())  # type: ignore[attr-defined]
+            device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            if not needs_streaming(experts, everything - experts, device):
+                settings.async_ep = None
+                return
+            settings.async_ep.mode = "offload"
+            logger.warning(
+                "the model (%.1f GB) does not fit the free memory of %s: its experts (%.1f GB) are streamed "
+                "(async_ep='offload')", everything / 1e9, device, experts / 1e9,
+            )  # fmt: skip
+        strip_experts(runtime.layers)
+        ignored = getattr(self, "_keys_to_ignore_on_load_unexpected", None)
+        self._keys_to_ignore_on_load_unexpected = {*(ignored or ()), r"experts\."}
 
     @property
     def moe_opt(self) -> MoERuntime:
@@ -94,6 +125,8 @@ class _MoEOptMixin:
         runtime = self.moe_opt
         if runtime.expert_parallel is not None:
             raise ConfigError("this model holds one rank's experts only: load it without expert_parallel to save it")
+        if runtime.async_ep is not None:
+            raise ConfigError("this model's experts are streamed and not in it: load it without async_ep to save it")
         attached = runtime.united_config is not None
         settings = runtime.config.to_dict()
         if attached:
@@ -256,6 +289,8 @@ def _finish(model: Any, united: UnitedExperts | None, source: str | None, hub: d
     runtime: MoERuntime = model.moe_opt
     runtime.bind(model)
     config = runtime.config
+    if config.async_ep is not None:
+        _stream_experts(model, runtime, source, hub)
     if config.expert_parallel is not None:
         from moe_opt.modeling.expert_parallel import ExpertParallel
 
@@ -279,6 +314,17 @@ def _finish(model: Any, united: UnitedExperts | None, source: str | None, hub: d
         config.united_experts = config.ways = None
         return
     attach_united_experts(model, united)
+
+
+def _stream_experts(model: Any, runtime: MoERuntime, source: str | None, hub: dict[str, Any]) -> None:
+    from moe_opt.modeling.async_ep import StreamedExperts, checkpoint_folder
+    from moe_opt.modeling.expert_source import ExpertSource
+
+    if source is None:
+        raise ConfigError("async_ep streams experts from a checkpoint: use from_pretrained")
+    experts = ExpertSource(checkpoint_folder(source, hub), runtime.layers)
+    assert runtime.config.async_ep is not None
+    runtime.async_ep = StreamedExperts(runtime, experts, runtime.config.async_ep, model.device)
 
 
 def _load_from_own_folder(

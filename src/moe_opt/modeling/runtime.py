@@ -38,6 +38,7 @@ from moe_opt.modeling.united import UnitedExperts, UnitedExpertsConfig
 from moe_opt.modeling.united_weights import ExpertPool, UnitedWeights, united_weights
 
 if TYPE_CHECKING:
+    from moe_opt.modeling.async_ep import StreamedExperts
     from moe_opt.modeling.expert_parallel import ExpertParallel
 
 PHASES = ("prefill", "decode")
@@ -88,6 +89,7 @@ class MoERuntime:
         self._scores: RouterScores | None = None
         self._error_per_expert: list[torch.Tensor | None] = []
         self.expert_parallel: ExpertParallel | None = None
+        self.async_ep: StreamedExperts | None = None
         self.base_fingerprint: list[list[float]] | None = None  # of all experts, where this process lets go of some
         self.bind(model)
         base = getattr(model, "base_model", model)
@@ -140,6 +142,8 @@ class MoERuntime:
     @property
     def device(self) -> torch.device:
         """Device of the first MoE layer's weights; where they are offloaded, the device they run on."""
+        if self.async_ep is not None:
+            return self.async_ep.device
         module = self.layers[0][1]
         hook = getattr(module, "_hf_hook", None)
         execution = getattr(hook, "execution_device", None)
@@ -188,6 +192,11 @@ class MoERuntime:
         changes: dict[str, Any] = {}
         if threshold is not _UNSET:
             changes["threshold"] = _checked_threshold(threshold)
+            if changes["threshold"] < 1 and self.async_ep is not None:
+                raise ConfigError(
+                    "brownout saves nothing while whole layers are streamed (async_ep): every expert's weights move "
+                    "whether it is read or not; keep the threshold at 1 or load without async_ep"
+                )
         if strategy is not _UNSET:
             if strategy not in STRATEGIES:
                 raise ConfigError(f"unknown brownout strategy {strategy!r}; choose one of {', '.join(STRATEGIES)}")
@@ -428,6 +437,8 @@ class MoERuntime:
         if stats is not None:
             stats._routed[index] = ids
             stats._computed[index] = ids
+        if self.async_ep is not None:
+            return self.async_ep.run(index, module, hidden, ids, weights)
         if self.expert_parallel is not None:
             return self._run_layer_in_group(index, module, hidden, ids, weights, stats)
         settings = self._active_settings(index, context.phase if context is not None else "prefill")

@@ -20,6 +20,7 @@ from moe_opt.modeling.score_item import ScoreItem
 
 _TREE_ATTENTION = ("eager", "sdpa")
 _TREE_LAYERS = {"full_attention", "sliding_attention"}
+_LOGIT_VALUES = 1 << 24  # logits of a batch: 64 MB in fp32
 MIN_SHARED_TOKENS = 8  # below that, a common beginning (a start-of-text token) is no reason to share a row
 
 
@@ -40,6 +41,11 @@ class Tree:
 
     def __len__(self) -> int:
         return len(self.tokens)
+
+    @property
+    def wanted(self) -> set[int]:
+        """Nodes whose logits are needed."""
+        return {node for _, _, nodes, _ in self.targets for node in nodes}
 
 
 @dataclass
@@ -156,7 +162,7 @@ def score_items(
             raise ConfigError(f"a prompt with its choice has {longest} tokens, the model takes {limit}")
     trees = build_trees(items, max_batch_tokens, share_prefixes and shares_prefixes(model), stats)
     out = [[0.0] * len(item.choices) for item in items]
-    for batch in _batches(trees, max_batch_tokens):
+    for batch in _batches(trees, max_batch_tokens, _LOGIT_VALUES // model.config.get_text_config().vocab_size):
         for tree, values in zip(batch, _run_batch(model, batch), strict=True):
             for (number, index, _, _), value in zip(tree.targets, values, strict=True):
                 out[number][index] = value
@@ -167,16 +173,21 @@ def score_items(
     return out
 
 
-def _batches(trees: list[Tree], max_tokens: int) -> Iterable[list[Tree]]:
-    """Trees of like length, longest first; chains and branching trees apart, since only these need a mask."""
+def _batches(trees: list[Tree], max_tokens: int, max_logits: int) -> Iterable[list[Tree]]:
+    """Trees of like length, longest first; chains and branching trees apart, since only these need a mask. The logits
+    of a batch are those of all its rows at every position that one of them needs: at most `max_logits` vectors."""
     for branches in (True, False):
         batch: list[Tree] = []
+        wanted: set[int] = set()
         chosen = sorted((t for t in trees if t.branches == branches), key=lambda t: -len(t))  # stable
         for tree in chosen:
-            if batch and (len(batch) + 1) * len(batch[0]) > max_tokens:
+            more = wanted | tree.wanted
+            rows = len(batch) + 1
+            if batch and (rows * len(batch[0]) > max_tokens or rows * len(more) > max_logits):
                 yield batch
-                batch = []
+                batch, more = [], tree.wanted
             batch.append(tree)
+            wanted = more
         if batch:
             yield batch
 
@@ -190,7 +201,7 @@ def _run_batch(model: Any, batch: list[Tree]) -> list[list[float]]:
         ids[row, : len(tree)] = torch.tensor(tree.tokens)
         positions[row, : len(tree)] = torch.tensor(tree.depths)
         valid[row, : len(tree)] = 1
-    wanted = sorted({node for tree in batch for _, _, nodes, _ in tree.targets for node in nodes})
+    wanted = sorted(set().union(*(tree.wanted for tree in batch)))
     keep = torch.tensor(wanted)
     device = model.device
     inputs: dict[str, Any] = {"input_ids": ids.to(device), "use_cache": False, "logits_to_keep": keep.to(device)}

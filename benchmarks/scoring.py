@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=2 python benchmarks/scoring.py               # a few minutes
 
 Real multiple-choice sets (a mix, as in Table 2 of MoE-Prefill), and synthetic siblings behind prefixes of several
-lengths. "plain" is one `model(...)` call per choice, "padded" a right-padded batch of the same choices, which is what most
-evaluation code does. The frontend ablation scores the mix over two processes with and without co-location.
+lengths. "plain" is one `model(...)` call per choice, "padded" a right-padded batch of the same choices, which is what
+most evaluation code does.
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ def prefill_and_decode(model: Any, ids: torch.Tensor) -> tuple[torch.Tensor, tor
 
 def run_case(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     expected = torch.load(case["expected"])
-    settings = {"expert_parallel": case["settings"], "kernels": "grouped_mm"}
+    settings = {case.get("feature", "expert_parallel"): case["settings"], "kernels": "grouped_mm"}
     model = MoEOptimizedForCausalLM.from_pretrained(case["model"], moe_opt=settings, dtype=torch.float32).eval()
-    parallel = model.moe_opt.expert_parallel
+    parallel = model.moe_opt.expert_parallel or model.moe_opt.async_ep
     held = [int(module.down_proj.shape[0]) for _, module in model.moe_opt.layers]
     if case.get("brownout") is not None:
         united = UnitedExperts.from_pretrained(case["united"])
@@ -59,7 +59,7 @@ def run_case(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     if ids.numel() == 0:
         return found  # `last_step` of padding says nothing of this rank's own
     found["read"] = model.moe_opt.last_step.active_experts.tolist()
-    for choice in parallel.activated:
+    for choice in getattr(parallel, "activated", []):
         found["planned"].append(None if choice is None else int((choice == rank).sum()))
     if case.get("generate"):
         with model.moe_opt.record(num_requests=len(ids)) as recorder:

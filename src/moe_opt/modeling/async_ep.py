@@ -49,10 +49,13 @@ class StreamedExperts:
         self._copier = ThreadPoolExecutor(1, "moe-opt-experts")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.rank, self.num_ranks = 0, 1
+        self._group: dist.ProcessGroup | None = None
         if self.mode != "offload":
             if not dist.is_initialized():
                 _start_group()
             self.rank, self.num_ranks = dist.get_rank(), dist.get_world_size()
+            # A group of its own: weights move on another thread, and must not mix with the collectives of the caller.
+            self._group = dist.new_group()
         experts = runtime.num_experts
         self._part = -(-experts // self.num_ranks)  # experts of a rank; the last one's may be padding
         self._first = min(self.rank * self._part, experts)
@@ -196,7 +199,7 @@ class StreamedExperts:
                 part = self._staging[slot]
                 self._source.read(layer, part, self._first, self._last)
             for key, value in part.items():
-                all_gather(buffer[key].view(torch.uint8), value.view(torch.uint8))
+                all_gather(buffer[key].view(torch.uint8), value.view(torch.uint8), group=self._group)
         seconds = time.perf_counter() - start
         self.transfer_seconds[layer] = seconds
         self.moved_seconds += seconds
@@ -215,7 +218,7 @@ class StreamedExperts:
                 else:
                     mine = buffer[key][self.rank * self._part : (self.rank + 1) * self._part]
                     mine.copy_(value, non_blocking=True)
-                    all_gather(buffer[key].view(torch.uint8), mine.view(torch.uint8))
+                    all_gather(buffer[key].view(torch.uint8), mine.view(torch.uint8), group=self._group)
             end.record()
         return begin, end, layer
 

@@ -196,7 +196,8 @@ def test_a_configuration_without_moe_layers_is_refused():
         ({"brown": 1}, "unknown setting 'brown'"),
         ("yes", "must be True, a dict or a MoEOptConfig"),
         ({"brownout_layers": [-1]}, "at least 0"),
-        ({"async_ep": "auto"}, "not part of this version"),
+        ({"async_ep": "fast"}, "unknown async_ep mode"),
+        ({"expert_parallel": {"ranks": 2}}, "unknown expert_parallel setting"),
     ],
 )
 def test_wrong_settings_fail_before_anything_is_read(tmp_path, value, message):

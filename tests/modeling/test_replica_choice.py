@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +15,6 @@ from moe_opt.errors import ConfigError
 from moe_opt.modeling.metro import choose_replicas
 from moe_opt.modeling.placement import ExpertPlacement, place_experts, rebalance_experts
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 

@@ -71,6 +71,20 @@ def test_rebalancing_renames_ranks_and_counts_what_moves(seed: int, experts: int
     assert rebalance(before, shuffled).moves == []
 
 
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000))
+def test_rebalancing_keeps_groups_on_their_nodes(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    before, wanted = (place_hierarchically(random.exponential(size=16), 4, 5, 2, 4) for _ in range(2))
+    found = rebalance(before, wanted, num_nodes=2)
+    by_node = found.hosts.reshape(16, 2, 2).any(axis=2)
+    assert (by_node.sum(axis=1) == 1).all()
+    for group in by_node.reshape(4, 4, 2):
+        assert (group == group[0]).all()
+    swapped = before[:, [2, 3, 0, 1]]
+    assert rebalance(before, swapped, num_nodes=2).moves == []
+
+
 def test_wrong_input_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least 3 slots a rank"):
         place_by_load(np.ones(5), 2, 2)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import moe_opt
 from moe_opt import MoEOptimizedForCausalLM, UnitedExperts
+from moe_opt.modeling.placement import rebalance_experts
 
 ROWS = ((2, 7), (1, 5), (3, 4), (0, 0))  # batch and length of each rank's prompts; rank 3 has none
 
@@ -61,6 +62,18 @@ def run_case(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     found["read"] = model.moe_opt.last_step.active_experts.tolist()
     for choice in getattr(parallel, "activated", []):
         found["planned"].append(None if choice is None else int((choice == rank).sum()))
+    if case.get("rebalance"):
+        load = torch.rand(
+            model.moe_opt.num_layers, model.moe_opt.num_experts, generator=torch.Generator().manual_seed(5)
+        )
+        placement, moves = rebalance_experts(parallel.placement, load**4)
+        found["received"] = parallel.rebalance(placement)
+        found["moved"] = [sum(target == rank for _, target in layer) for layer in moves]
+        again = prefill_and_decode(model, ids)
+        found["difference"] = max(
+            [found["difference"]]
+            + [float((a - b).abs().max()) for a, b in zip(again, expected["logits"][rank], strict=True)]
+        )
     if case.get("generate"):
         with model.moe_opt.record(num_requests=len(ids)) as recorder:
             out = model.generate(ids, max_new_tokens=6, do_sample=False, synced_gpus=True, pad_token_id=0)

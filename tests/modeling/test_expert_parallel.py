@@ -63,6 +63,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path, family: str) -> None:
         for method in ("metro", "greedy", "optimal", "eplb")
     ]
     cases.append({**base, "settings": {"decode_tokens": 0, "replication": 1.5}})  # every step takes the even split
+    cases.append({**base, "settings": {"slots_per_rank": 6}, "rebalance": True})
     cases.append({**base, "settings": {}, "generate": True})  # no replicas
     by_rank = run_group(tmp_path, 2, cases)
     for rank, found in enumerate(by_rank):
@@ -72,6 +73,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path, family: str) -> None:
             assert result["held"] == [slots] * len(result["held"]), "a rank holds its own experts only"
             for read, planned in zip(result["read"], result["planned"], strict=True):
                 assert planned is None or read == planned
+        assert found[-2]["received"] == sum(found[-2]["moved"])
         assert found[-1]["tokens"] == base["tokens"][rank]
         assert len(found[-1]["recorded"]) == ROWS[rank][0], "the recorder counts this rank's own requests"
         assert min(found[-1]["recorded"]) > 0

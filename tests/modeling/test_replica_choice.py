@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -100,6 +103,30 @@ def test_kernel_is_the_plain_code(seed: int, experts: int, ranks: int, density: 
     tokens, hosts = random_instance(seed, experts, ranks, density)
     replicas = kernels.DeviceReplicas.from_hosts(hosts, DEVICE)
     assert kernels.choose_on_device(tokens.to(DEVICE), replicas).tolist() == reference(tokens, hosts)
+
+
+_COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from moe_opt.modeling.kernels.metro import _metro_kernel
+pointers = {"tokens_ptr": "*i64", "masks_ptr": "*i64", "order_ptr": "*i32", "choice_ptr": "*i32", "active_ptr": "*i32"}
+numbers = dict.fromkeys(("num_experts", "num_singles", "num_ranks", "limit"), "i32")
+constants = {"EXPERTS": 256, "RANKS": 16}
+source = ASTSource(_metro_kernel, {**pointers, **numbers, **dict.fromkeys(constants, "constexpr")}, constants)
+print(len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
+"""
+
+
+def test_kernel_compiles_for_a_gpu_that_is_not_here() -> None:
+    """The interpreter runs Python; this is what a GPU would be given. In a process of its own, without the interpreter."""
+    pytest.importorskip("triton")
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(done.stdout.split()[-1]) > 1000
 
 
 @pytest.mark.gpu

@@ -166,14 +166,25 @@ class Rebalancing(NamedTuple):
     moves: list[tuple[int, int]]  # (expert, rank) pairs whose weights a rank has to load
 
 
-def rebalance(current: NDArray[np.bool_], wanted: NDArray[np.bool_]) -> Rebalancing:
-    """Rename the ranks of `wanted` (which are interchangeable) so that the fewest weights move: an assignment problem
-    on the overlap of the ranks' contents, solved exactly."""
+def rebalance(current: NDArray[np.bool_], wanted: NDArray[np.bool_], num_nodes: int = 1) -> Rebalancing:
+    """Rename the ranks of `wanted` so that the fewest of its weights have to move: an assignment problem on the overlap
+    of the ranks' contents, solved exactly. Ranks are interchangeable within their node, and nodes with each other, so
+    that a hierarchical placement stays one."""
     if current.shape != wanted.shape:
         raise ConfigError(f"placements of shapes {current.shape} and {wanted.shape} do not belong together")
+    ranks = current.shape[1]
+    if num_nodes < 1 or ranks % num_nodes:
+        raise ConfigError(f"{ranks} ranks do not fall into {num_nodes} nodes")
     overlap = current.T.astype(np.int64) @ wanted.astype(np.int64)  # [old rank, new rank]
-    old, new = linear_sum_assignment(overlap, maximize=True)
+    size = ranks // num_nodes
+    blocks = overlap.reshape(num_nodes, size, num_nodes, size).swapaxes(1, 2)  # [old node, new node, rank, rank]
+    inner = [[linear_sum_assignment(block, maximize=True) for block in row] for row in blocks]
+    kept = [
+        [block[found].sum() for block, found in zip(*pair, strict=True)] for pair in zip(blocks, inner, strict=True)
+    ]
     hosts = np.zeros_like(wanted)
-    hosts[:, old] = wanted[:, new]
+    for old_node, new_node in zip(*linear_sum_assignment(np.array(kept), maximize=True), strict=True):
+        old, new = inner[old_node][new_node]
+        hosts[:, old_node * size + old] = wanted[:, new_node * size + new]
     moves = np.argwhere(hosts & ~current)
     return Rebalancing(hosts, [(int(expert), int(rank)) for expert, rank in moves])

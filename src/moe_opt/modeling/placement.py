@@ -141,7 +141,8 @@ def place_experts(
 def rebalance_experts(
     current: ExpertPlacement, load: torch.Tensor | np.ndarray, **options: Any
 ) -> tuple[ExpertPlacement, list[list[tuple[int, int]]]]:
-    """A placement for new loads that moves as few weights as possible.
+    """A placement for new loads whose ranks (and nodes, for "hierarchical") are named so that the fewest of its weights
+    have to move. `options` go to `place_experts`.
 
     Returns: the placement, and per layer the (expert, rank) pairs that have to be loaded.
     """
@@ -150,7 +151,7 @@ def rebalance_experts(
         raise ConfigError(f"load is for {list(wanted.hosts.shape[:2])}, the placement {list(current.hosts.shape[:2])}")
     hosts, moves = [], []
     for before, after in zip(current.hosts.cpu().numpy(), wanted.hosts.numpy(), strict=True):
-        found = rebalance(before, after)
+        found = rebalance(before, after, int(options.get("num_nodes", 1)))
         hosts.append(found.hosts)
         moves.append(found.moves)
     return ExpertPlacement(torch.from_numpy(np.stack(hosts)), current.slots_per_rank), moves

@@ -119,7 +119,7 @@ print(len(triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]))
 
 
 def test_kernel_compiles_for_a_gpu_that_is_not_here() -> None:
-    """The interpreter runs Python; this is what a GPU would be given. In a process of its own, without the interpreter."""
+    """What a GPU would be given, in a process of its own: under the interpreter nothing is compiled."""
     pytest.importorskip("triton")
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(

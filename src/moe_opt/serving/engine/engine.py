@@ -3,6 +3,7 @@ tests can drive it step by step; `async_engine.AsyncEngine` runs it on a thread.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import secrets
 import time
@@ -16,6 +17,7 @@ from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.modeling.united import UnitedExperts, attach_united_experts, detach_united_experts
 from moe_opt.serving.engine.config import EngineConfig
 from moe_opt.serving.engine.grammar import GrammarCompiler, GrammarState
+from moe_opt.serving.engine.kv_state import KVState
 from moe_opt.serving.engine.model_runner import ModelRunner, Pass
 from moe_opt.serving.engine.output import OutputProcessor, end_of_sequence_ids
 from moe_opt.serving.engine.pages import PagePool
@@ -93,7 +95,8 @@ class Engine:
         """Raises InvalidRequestError for a request that could never run. Safe from any thread."""
         if not request.prompt_ids:
             raise InvalidRequestError("the prompt has no tokens")
-        highest, lowest = max(request.prompt_ids), min(request.prompt_ids)
+        ids = request.prompt_ids + request.generated_ids
+        highest, lowest = max(ids), min(ids)
         if lowest < 0 or highest >= self.runner.vocab_size:
             wrong = lowest if lowest < 0 else highest
             raise InvalidRequestError(f"token id {wrong} is outside the vocabulary of {self.runner.vocab_size}")
@@ -119,6 +122,8 @@ class Engine:
         bound = self.config.max_waiting + self.config.max_batch_size
         if len(self._sequences) >= bound:
             raise OverloadedError(f"{bound} requests run or wait already: try again later")
+        if request.kv is not None and not self.takes(request):
+            request = dataclasses.replace(request, kv=None)
         params = request.params
         if params.grammar is not None and grammar is None:
             grammar = self.grammars.compile(params.grammar)
@@ -129,9 +134,30 @@ class Engine:
         sequence.detokenizer = self.output.detokenizer(request.prompt_ids)
         if PenaltyState.wanted(params):
             sequence.penalties = PenaltyState(request.prompt_ids, self.runner.vocab_size, self.runner.device)
+        self._replay(sequence)
         self._serial += 1
         self._sequences[request.request_id] = sequence
         self.scheduler.add(sequence)
+
+    def _replay(self, sequence: Sequence) -> None:
+        """Take in the output that another engine produced, as if it had been produced here."""
+        for token in sequence.request.generated_ids:
+            if sequence.finish_reason is not None:
+                raise InvalidRequestError("generated_ids go on behind the request's end")
+            sequence.tokens.append(token)
+            if sequence.penalties is not None:
+                sequence.penalties.add(token)
+            self.output.take(sequence, token)
+
+    def takes(self, request: GenerationRequest) -> bool:
+        """Whether the KV that came with a request is of use to it here; without it everything is computed."""
+        kv = request.kv
+        if kv is None or request.params.decoder_input_details or (request.exact and kv.browned_from is not None):
+            return False
+        if kv.fingerprint != self.runner.fingerprint:
+            logger.warning("KV of another model came with request %s: it is computed here", request.request_id)
+            return False
+        return kv.covers([*request.prompt_ids, *request.generated_ids])
 
     def cancel(self, request_id: str) -> bool:
         """Stop a request and free its pages; False if it is not here (any more)."""
@@ -178,6 +204,9 @@ class Engine:
     def step(self) -> list[Outcome]:
         """Run one batch. Returns what happened to whom, in order; empty if there was nothing to do."""
         started = time.monotonic()
+        over = [s for s in self.scheduler.waiting if s.finish_reason is not None]
+        if over:  # continued requests that had ended already
+            return [self._end_replayed(sequence, started) for sequence in over]
         try:
             plan = self.scheduler.schedule(reuse_browned=self._browning())
         except Exception as error:  # a bug, then: nothing that was planned with it can be trusted
@@ -293,11 +322,35 @@ class Engine:
         if sequence.finish_reason is None:
             return event, None
         counts = self.runner.counts_of(sequence.pages) if self._wants_counts(sequence) else None
-        finish = self.output.finish_event(sequence, counts)
+        kv = self._export(sequence) if sequence.request.hand_off else None
+        finish = self.output.finish_event(sequence, counts, kv)
         del self._sequences[sequence.request.request_id]
         self.scheduler.remove(sequence)
         self._finished += 1
         return event, finish
+
+    def _export(self, sequence: Sequence) -> KVState:
+        """The KV of the prompt, copied out of the pages, which are free at once."""
+        tokens = sequence.prompt_tokens
+        pages = sequence.pages[: -(-tokens // self.config.page_size)]
+        keys, values = self.runner.read_kv(pages, tokens)
+        return KVState(
+            tokens=sequence.request.prompt_ids,
+            keys=keys,
+            values=values,
+            counts=self.runner.page_counts(pages),
+            page_size=self.config.page_size,
+            browned_from=sequence.browned_from,
+            lowest_threshold=sequence.lowest_threshold,
+            fingerprint=self.runner.fingerprint,
+        )
+
+    def _end_replayed(self, sequence: Sequence, now: float) -> Outcome:
+        sequence.started = sequence.first_token = sequence.last_token = now
+        del self._sequences[sequence.request.request_id]
+        self.scheduler.remove(sequence)
+        self._finished += 1
+        return sequence.request.request_id, self.output.finish_event(sequence, None)
 
     def _wants_counts(self, sequence: Sequence) -> bool:
         return sequence.request.expert_counts and self.runner.counts is not None

@@ -45,3 +45,12 @@ class PageExpertCounts:
         """int64 [L, E]: what the tokens in these pages were routed to."""
         chosen = self._counts.view(-1, *self._shape)[torch.as_tensor(pages, device=self._counts.device)]
         return chosen.sum(0, dtype=torch.int64).cpu().numpy()
+
+    def of_pages(self, pages: Sequence[int]) -> torch.Tensor:
+        """int32 [pages, L, E] on the CPU: the counts of each of these pages."""
+        return self._counts.view(-1, *self._shape)[torch.as_tensor(pages, device=self._counts.device)].cpu()
+
+    def put(self, pages: Sequence[int], counts: torch.Tensor | None) -> None:
+        """Replace the counts of these pages, by int32 [pages, L, E] or by nothing."""
+        index = torch.as_tensor(pages, device=self._counts.device)
+        self._counts.view(-1, *self._shape)[index] = 0 if counts is None else counts.to(self._counts.device)

@@ -20,7 +20,8 @@ from moe_opt.serving.engine.config import EngineConfig
 from moe_opt.serving.engine.cuda_graphs import DecodeGraphs
 from moe_opt.serving.engine.expert_counts import PageExpertCounts
 from moe_opt.serving.engine.kv_pool import check_family, find_layers, make_pool, pages_that_fit, release_pool
-from moe_opt.serving.engine.scheduler import Plan, Row
+from moe_opt.serving.engine.kv_state import fingerprint_of
+from moe_opt.serving.engine.scheduler import Import, Plan, Row
 
 
 @dataclasses.dataclass(slots=True)
@@ -81,6 +82,7 @@ class ModelRunner:
                 self.num_pages + 1, self.runtime.num_layers, self.runtime.num_experts, self.device
             )
         self.graphs = self._make_graphs()
+        self.fingerprint = fingerprint_of(model, self.layers)
 
     def close(self) -> None:
         """Give the model its own attention back and free the pool."""
@@ -108,6 +110,8 @@ class ModelRunner:
         settings = self.runtime.brownout(plan.phase)
         threshold = settings.threshold if settings.active else 1.0
         browned = [settings.active and not row.sequence.request.exact for row in rows]
+        for part in plan.imports:
+            self._write_kv(part)
         packed = self._tokens(rows)
         spans = self._spans(rows)
         wanted, first_of_row = _wanted_logits(rows)
@@ -139,6 +143,39 @@ class ModelRunner:
         """int64 [L, E]: the router's choices for the tokens in these pages."""
         assert self.counts is not None
         return self.counts.of(pages)
+
+    def read_kv(self, pages: Sequence[int], tokens: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """(keys, values) per layer of the first `tokens` tokens in these pages, [tokens, kv_heads, dim] on the CPU."""
+        slots = self._slots(pages, 0, tokens)
+        keys = [layer.keys[slots].contiguous().cpu() for layer in self.pool]
+        return keys, [layer.values[slots].contiguous().cpu() for layer in self.pool]
+
+    def page_counts(self, pages: Sequence[int]) -> torch.Tensor | None:
+        """int32 [pages, L, E] on the CPU: the router's choices per page; None if they are not counted."""
+        return None if self.counts is None else self.counts.of_pages(pages)
+
+    def _write_kv(self, part: Import) -> None:
+        size = self.config.page_size
+        kv, pages = part.kv, part.sequence.pages
+        start, end = part.first_page * size, min(part.last_page * size, len(kv.tokens))
+        slots = self._slots(pages, start, end)
+        with torch.inference_mode():
+            for layer, keys, values in zip(self.pool, kv.keys, kv.values, strict=True):
+                layer.keys[slots] = keys[start:end].to(layer.keys.device)
+                layer.values[slots] = values[start:end].to(layer.values.device)
+        if self.counts is not None:
+            known = kv.counts if kv.page_size == size else None
+            self.counts.put(
+                pages[part.first_page : part.last_page],
+                None if known is None else known[part.first_page : part.last_page],
+            )
+
+    def _slots(self, pages: Sequence[int], start: int, end: int) -> torch.Tensor:
+        """int64 [end - start]: KV slots of tokens `start` to `end - 1` of a sequence with these pages."""
+        size = self.config.page_size
+        positions = np.arange(start, end)
+        slots = np.asarray(pages, dtype=np.int64)[positions // size] * size + positions % size
+        return torch.from_numpy(slots).to(self.device)
 
     # ------------------------------------------------------------- set-up
 
@@ -192,7 +229,8 @@ class ModelRunner:
             sequence = row.sequence
             if row.count == 1:
                 page = sequence.pages[row.start // size]
-                packed[:, at] = sequence.tokens[row.start], row.start, page * size + row.start % size, page
+                counted_in = page if row.start >= sequence.counted else self.num_pages
+                packed[:, at] = sequence.tokens[row.start], row.start, page * size + row.start % size, counted_in
                 at += 1
                 continue
             end = at + row.count
@@ -201,7 +239,8 @@ class ModelRunner:
             packed[0, at:end] = sequence.tokens[row.start : row.start + row.count]
             packed[1, at:end] = positions
             packed[2, at:end] = pages * size + positions % size
-            packed[3, at:end] = pages
+            # counts that came with imported KV are not counted twice: the scratch page takes them
+            packed[3, at:end] = np.where(positions >= sequence.counted, pages, self.num_pages)
             at = end
         return torch.from_numpy(packed)
 

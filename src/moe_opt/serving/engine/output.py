@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from moe_opt.serving.engine.detokenize import Detokenizer, make_decoder, piece_of
+from moe_opt.serving.engine.kv_state import KVState
 from moe_opt.serving.engine.sampling import Sampled
 from moe_opt.serving.engine.sequence import Sequence
 from moe_opt.serving.engine.types import FinishEvent, Phase, Timings, Token, TokenEvent
@@ -50,6 +51,25 @@ class OutputProcessor:
         now: float,
     ) -> TokenEvent:
         """Take the newest token of a sequence into its text, and see whether it was the last (`finish_reason`)."""
+        piece, special = self.take(sequence, token)
+        ids, logprobs = sampled.top[position]
+        return TokenEvent(
+            sequence.request.request_id,
+            sequence.generated - 1,
+            Token(token, piece, sampled.logprobs[position], special),
+            tuple(
+                Token(other, self._text_alone(other), value, other in self._special_ids)
+                for other, value in zip(ids, logprobs, strict=True)
+            ),
+            phase,
+            threshold,
+            share,
+            now,
+        )
+
+    def take(self, sequence: Sequence, token: int) -> tuple[str, bool]:
+        """Take the newest token of a sequence into its text; sets `finish_reason` if it is the last. Returns its piece
+        of text, and whether it is a special token."""
         params = sequence.request.params
         assert sequence.detokenizer is not None
         special = token in self._special_ids
@@ -68,23 +88,12 @@ class OutputProcessor:
             piece += rest
         if not special and sequence.finish_reason != "stop_sequence":
             sequence.text.append(piece)
-        ids, logprobs = sampled.top[position]
-        return TokenEvent(
-            sequence.request.request_id,
-            sequence.generated - 1,
-            Token(token, piece, sampled.logprobs[position], special),
-            tuple(
-                Token(other, self._text_alone(other), value, other in self._special_ids)
-                for other, value in zip(ids, logprobs, strict=True)
-            ),
-            phase,
-            threshold,
-            share,
-            now,
-        )
+        return piece, special
 
-    def finish_event(self, sequence: Sequence, counts: np.ndarray | None) -> FinishEvent:
-        """The last event. counts: int64 [L, E] of all its pages, None if nobody asked."""
+    def finish_event(
+        self, sequence: Sequence, counts: np.ndarray | None, kv: KVState | None = None
+    ) -> FinishEvent:
+        """The last event. counts: int64 [L, E] of all its pages, None if nobody asked; kv likewise."""
         assert sequence.finish_reason is not None
         assert sequence.started is not None
         assert sequence.first_token is not None
@@ -112,6 +121,8 @@ class OutputProcessor:
             expert_counts=sequence.prefill_counts,
             decode_expert_counts=decode_counts,
             preemptions=sequence.preemptions,
+            kv=kv,
+            imported_tokens=sequence.imported_tokens,
         )
 
     def _stops(self, sequence: Sequence, piece: str) -> bool:

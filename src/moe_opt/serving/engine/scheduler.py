@@ -10,10 +10,14 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import deque
+from typing import TYPE_CHECKING
 
 from moe_opt.serving.engine.config import EngineConfig
 from moe_opt.serving.engine.pages import PagePool
 from moe_opt.serving.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from moe_opt.serving.engine.kv_state import KVState
 
 _ROOM_FOR_OUTPUT = 512  # tokens; longer outputs start another run of pages if others took what lies behind
 
@@ -34,6 +38,16 @@ class Row:
 
 
 @dataclasses.dataclass(slots=True)
+class Import:
+    """KV that came with a request: of `sequence`'s pages from index `first_page` to `last_page`, exclusive."""
+
+    sequence: Sequence
+    kv: KVState
+    first_page: int
+    last_page: int
+
+
+@dataclasses.dataclass(slots=True)
 class Plan:
     """One step. `decode` rows have one token each, `prefill` rows one or more; a plan may be empty."""
 
@@ -41,6 +55,7 @@ class Plan:
     prefill: list[Row]
     preempted: list[Sequence]
     fresh_pages: list[int]  # taken for this step; what was counted for them before is void
+    imports: list[Import] = dataclasses.field(default_factory=list)  # to be written before the step's forward pass
 
     @property
     def rows(self) -> list[Row]:
@@ -94,7 +109,7 @@ class Scheduler:
             elif budget:
                 budget -= self._prefill(sequence, budget, plan)
         while budget and self.waiting and not plan.preempted and len(self.running) < self.config.max_batch_size:
-            if not self._admit(self.waiting[0], reuse_browned):
+            if not self._admit(self.waiting[0], reuse_browned, plan):
                 break
             sequence = self.waiting.popleft()
             bisect.insort(self.running, sequence, key=lambda s: s.serial)
@@ -162,7 +177,7 @@ class Scheduler:
         self.waiting.appendleft(sequence)  # it came before everyone who still waits
         plan.preempted.append(sequence)
 
-    def _admit(self, sequence: Sequence, reuse_browned: bool) -> bool:
+    def _admit(self, sequence: Sequence, reuse_browned: bool, plan: Plan) -> bool:
         """Give a waiting sequence its cached prefix, if the rest of its prompt and a page per running sequence fit."""
         size = self.pool.page_size
         found = self._lookup(sequence, reuse_browned)
@@ -182,7 +197,34 @@ class Scheduler:
         if sequence.preemptions == 0:
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
         self.pool.make_room(sequence.serial, self._room(sequence), rest)
+        if sequence.request.kv is not None and sequence.preemptions == 0:
+            self._import(sequence, sequence.request.kv, plan)
         return True
+
+    def _import(self, sequence: Sequence, kv: KVState, plan: Plan) -> None:
+        """Take pages for the KV that came with a request, beyond what the prefix cache has. Its last token is computed
+        here all the same if it is the sequence's: the step needs its logits."""
+        tokens = min(len(kv.tokens), len(sequence.tokens) - 1)
+        first, last = len(sequence.pages), -(-tokens // self.pool.page_size)
+        if tokens <= sequence.computed:
+            return
+        while len(sequence.pages) < last:
+            after = sequence.pages[-1] if sequence.pages else None
+            page = self.pool.take(sequence.serial, after, self._room(sequence))
+            if page is None:  # cannot be had: what fits is kept, the rest is computed
+                tokens = len(sequence.pages) * self.pool.page_size
+                last = len(sequence.pages)
+                break
+            sequence.append_page(page)
+        if last == first:
+            return
+        plan.imports.append(Import(sequence, kv, first, last))
+        sequence.imported_tokens = tokens - sequence.computed
+        sequence.computed = tokens
+        sequence.counted = min(len(kv.tokens), last * self.pool.page_size)
+        sequence.lowest_threshold = min(sequence.lowest_threshold, kv.lowest_threshold)
+        if kv.browned_from is not None and sequence.browned_from is None and kv.browned_from < tokens:
+            sequence.browned_from = kv.browned_from
 
     def _lookup(self, sequence: Sequence, reuse_browned: bool) -> list[tuple[int, bool]]:
         """(page, browned) of the longest cached prefix that leaves at least one token to compute."""

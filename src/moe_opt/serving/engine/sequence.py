@@ -45,6 +45,8 @@ class Sequence:
     publishable: bool = True
     cached_tokens: int = 0
     preemptions: int = 0
+    counted: int = 0  # tokens whose expert counts came with their KV and are not counted again
+    imported_tokens: int = 0
 
     # output
     penalties: PenaltyState | None = None
@@ -95,7 +97,7 @@ class Sequence:
     def drop_pages(self) -> list[int]:
         """Forget all KV; returns the pages to release."""
         pages, self.pages, self.runs = self.pages, [], []
-        self.computed = self.published = 0
+        self.computed = self.published = self.counted = 0
         self.publishable = True
         self.browned_from = None
         return pages

@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import AsyncIterator, Sequence
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
 from moe_opt.errors import MoEOptError
 from moe_opt.modeling.score_item import ScoreItem
+
+if TYPE_CHECKING:
+    from moe_opt.serving.engine.kv_state import KVState
 
 FinishReason = Literal["length", "eos_token", "stop_sequence"]
 Phase = Literal["prefill", "decode"]
@@ -122,6 +125,9 @@ class GenerationRequest:
             and it reads only KV pages that were computed so.
         adapter: salts the prefix cache; the engine runs the model's active adapter, whatever this says.
         expert_counts: ask for the router's choices (`FinishEvent.expert_counts`).
+        generated_ids: output that another engine produced before this one goes on; it counts as generated, and events
+            begin behind it. kv: KV of the first of all these tokens, where there is some; what it lacks is computed.
+        hand_off: ask for the KV of the prompt (`FinishEvent.kv`), for another engine to go on with.
     """
 
     request_id: str
@@ -130,6 +136,9 @@ class GenerationRequest:
     exact: bool = False
     adapter: str | None = None
     expert_counts: bool = False
+    generated_ids: tuple[int, ...] = ()
+    kv: KVState | None = None
+    hand_off: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -198,6 +207,7 @@ class FinishEvent:
         expert_counts: int64 [L, E], the router's choices for prompt tokens, prefix hits included; None unless asked.
         decode_expert_counts: the same for generated tokens.
         preemptions: how often it was recomputed because pages ran out.
+        kv: KV of the prompt, where the request asked for it. imported_tokens: tokens whose KV came with the request.
     """
 
     request_id: str
@@ -215,6 +225,8 @@ class FinishEvent:
     expert_counts: np.ndarray | None = None
     decode_expert_counts: np.ndarray | None = None
     preemptions: int = 0
+    kv: KVState | None = None
+    imported_tokens: int = 0
 
 
 Event = TokenEvent | FinishEvent

@@ -51,9 +51,7 @@ def test_expert_counts_come_along_and_nothing_is_counted_twice() -> None:
     np.testing.assert_array_equal(handed.expert_counts, whole.expert_counts)
     engine = make_engine()
     try:
-        finish = finish_of(
-            run(engine, dataclasses.replace(request("d", PROMPT, max_new_tokens=9), kv=handed.kv))["d"]
-        )
+        finish = finish_of(run(engine, dataclasses.replace(request("d", PROMPT, max_new_tokens=9), kv=handed.kv))["d"])
     finally:
         engine.close()
     np.testing.assert_array_equal(finish.expert_counts, whole.expert_counts)

@@ -105,6 +105,13 @@ FLAGS: tuple[Flag, ...] = (
     Flag("page-size", int, 16, "tokens of a KV page"),
     Flag("cuda-graphs", _flag, True, "capture decode steps (CUDA)"),
     Flag("experts-kernels", _one_of(*KERNELS), "auto", "kernel of the experts where nothing browns out"),
+    # prefill and decode on different workers
+    Flag("role", _one_of("prefill", "decode", "both"), None, "worker of a fleet: hand KV to and take it from others"),
+    Flag("kv-host", str, None, "address under which other workers reach this one; default: hostname, or 127.0.0.1"),
+    Flag("kv-transfer-memory", int, 1 << 30, "bytes of handed-over KV that may wait to be fetched"),
+    Flag("kv-transfer-expiry", float, 120.0, "seconds that handed-over KV waits to be fetched"),
+    Flag("kv-transfer-timeout", float, 30.0, "seconds to fetch KV"),
+    Flag("kv-shared-memory", _flag, True, "fetch through /dev/shm where both workers run on one machine"),
     # observability
     Flag("json-output", _flag, False, "logs as JSON lines"),
     Flag("log-level", str, "info", "debug, info, warning or error"),

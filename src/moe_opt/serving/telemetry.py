@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -90,6 +90,8 @@ class Metrics:
         self.active_experts = gauge("moe_opt_active_experts", "Expert weights read per layer, last step", ("phase",))
         self.united_ways = gauge("moe_opt_united_ways", "Experts behind one united expert, 0 without any")
         self.kv_pages = gauge("moe_opt_kv_pages", "KV pages by state", ("state",))
+        self.kv_transfer_bytes = gauge("moe_opt_kv_transfer_bytes", "Handed-over KV that waits to be fetched")
+        self.kv_transfers = counter("moe_opt_kv_transfers", "KV of prompts handed over, by outcome", ("outcome",))
         self.preemptions = counter("moe_opt_preemptions", "Requests recomputed because pages ran out")
         self.cancelled = counter("moe_opt_cancelled_requests", "Requests that their client gave up")
         self.prefix_hit_tokens = counter("moe_opt_prefix_hit_tokens", "Prompt tokens found in the prefix cache")
@@ -159,6 +161,13 @@ class Metrics:
             self._advance("cancelled", stats.cancelled, self.cancelled.inc)
             self._advance("prefix_hits", stats.prefix_hit_tokens, self.prefix_hit_tokens.inc)
             self._advance("prefix_queries", stats.prefix_query_tokens, self.prefix_query_tokens.inc)
+
+    def kv_transfer(self, waiting_bytes: int, outcomes: Mapping[str, int]) -> None:
+        """State of the hand-off between workers, taken when somebody reads the metrics."""
+        self.kv_transfer_bytes.set(waiting_bytes)
+        with self._lock:
+            for outcome, count in outcomes.items():
+                self._advance(f"kv_{outcome}", count, self.kv_transfers.labels(outcome).inc)
 
     def _advance(self, key: str, count: int, add: Callable[[float], None]) -> None:
         add(max(0, count - self._last_counts.get(key, 0)))

@@ -33,6 +33,7 @@ from moe_opt.serving.api.validation import Validator
 from moe_opt.serving.brownout_control import BrownoutControl
 from moe_opt.serving.engine.async_engine import AsyncEngine
 from moe_opt.serving.engine.config import EngineConfig
+from moe_opt.serving.kv_transfer import KVTransfer, TransferSettings
 from moe_opt.serving.observability import Tracer
 from moe_opt.serving.preflight import objectives
 from moe_opt.serving.telemetry import CONTENT_TYPE, Metrics
@@ -149,8 +150,21 @@ def _engine_config(values: dict[str, Any]) -> EngineConfig:
     )
 
 
-def build_state(values: dict[str, Any], model: Any, tokenizer: Any) -> ApiState:
-    """Engine, control and API over a loaded model; nothing runs yet."""
+def _kv_transfer(values: dict[str, Any], port: int) -> KVTransfer | None:
+    if values["role"] is None:
+        return None
+    host = values["kv_host"] or values["hostname"]
+    settings = TransferSettings(
+        capacity=values["kv_transfer_memory"],
+        expiry=values["kv_transfer_expiry"],
+        fetch_timeout=values["kv_transfer_timeout"],
+        shared_memory=values["kv_shared_memory"],
+    )
+    return KVTransfer(settings, ("127.0.0.1" if host in ("0.0.0.0", "::") else host, port), values["api_key"])
+
+
+def build_state(values: dict[str, Any], model: Any, tokenizer: Any, port: int = 0) -> ApiState:
+    """Engine, control and API over a loaded model; nothing runs yet. port: where the API will listen."""
     metrics = Metrics()
     _start_brownout(values, model)
     ways, load_united = united_sources(values, model)
@@ -197,6 +211,9 @@ def build_state(values: dict[str, Any], model: Any, tokenizer: Any) -> ApiState:
         metrics=metrics,
         control=control,
         tracer=Tracer(values["otlp_endpoint"], values["otlp_service_name"]),
+        kv=_kv_transfer(values, port),
+        role=values["role"],
+        max_batch_size=values["max_batch_size"],
         api_key=values["api_key"],
         cors_allow_origin=values["cors_allow_origin"],
     )
@@ -208,8 +225,10 @@ async def _serve(values: dict[str, Any], sockets: list[socket.socket]) -> int:
     started = time.monotonic()
     logger.info("loading %s", values["model_id"])
     model, tokenizer = await loop.run_in_executor(None, load_model, values)
-    state = build_state(values, model, tokenizer)
+    state = build_state(values, model, tokenizer, sockets[0].getsockname()[1])
     await state.engine.start()
+    if state.kv is not None:
+        await state.kv.start()
     # Only now: while the model loads, Ctrl-C and SIGTERM end the process at once.
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
@@ -238,6 +257,8 @@ async def _serve(values: dict[str, Any], sockets: list[socket.socket]) -> int:
         await runner.cleanup()
         await metrics_runner.cleanup()
         await state.engine.close()
+        if state.kv is not None:
+            await state.kv.close()
         state.encoder.close()
         state.tracer.close()
 

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from aiohttp import web
 
-from moe_opt.serving.api import openai, operations, score, tgi
+from moe_opt.serving.api import hand_off, openai, operations, score, tgi
 from moe_opt.serving.api.errors import ApiError, as_api_error, unhealthy_error
 from moe_opt.serving.api.service import RequestTimes
 from moe_opt.serving.api.state import REQUEST_ID_HEADER, STATE, ApiState, request_id_of, state_of
@@ -22,6 +22,7 @@ _GUARDED = frozenset(
     ["/", "/generate", "/generate_stream", "/v1/chat/completions", "/v1/completions", "/vertex", "/invocations",
      "/tokenize", "/v1/score", "/v1/classify", "/v1/rerank"]
 )  # fmt: skip
+_ALWAYS_GUARDED = ("/brownout", "/kv_transfer/")
 _QUIET = frozenset(["/health", "/ping", "/metrics"])  # asked every few seconds; logged at debug level
 
 
@@ -46,6 +47,8 @@ def create_app(state: ApiState) -> web.Application:
             web.post("/v1/classify", score.classify),
             web.post("/v1/rerank", score.rerank),
             web.get("/v1/models", openai.models),
+            web.get("/kv_transfer/{name}", hand_off.send_kv, allow_head=False),
+            web.delete("/kv_transfer/{name}", hand_off.drop_kv),
             web.post("/invocations", operations.invocations),
             web.get("/", operations.health),
             web.get("/health", operations.health),
@@ -150,7 +153,7 @@ async def _answer_errors(request: web.Request, handler: Handler) -> web.StreamRe
 async def _guard(request: web.Request, handler: Handler) -> web.StreamResponse:
     """API key and draining."""
     state = state_of(request)
-    guarded = (request.method == "POST" and request.path in _GUARDED) or request.path == "/brownout"
+    guarded = (request.method == "POST" and request.path in _GUARDED) or request.path.startswith(_ALWAYS_GUARDED)
     if state.api_key is not None and guarded:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         if scheme.lower() != "bearer" or not hmac.compare_digest(

@@ -14,6 +14,7 @@ from aiohttp import web
 
 from moe_opt.serving.api.chat import ChatPrompt, chat_prompt
 from moe_opt.serving.api.errors import ApiError, as_api_error, validation_error
+from moe_opt.serving.api.hand_off import NOTHING, hand_off_fields, hand_off_of, note_hand_off
 from moe_opt.serving.api.schemas import ChatRequest, CompletionRequest, GenerateParameters
 from moe_opt.serving.api.service import Sequence, brownout_details
 from moe_opt.serving.api.sse import DONE, send_events
@@ -43,6 +44,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
 async def answer_chat(request: web.Request, chat: ChatRequest, raw: bytes) -> web.StreamResponse:
     state = state_of(request)
     prompt = await _prompt(request, chat)
+    note_hand_off(request, state, chat, single=not prompt.using_tools, stream=bool(chat.stream))
     if chat.stream:
         done = not _needs_no_done(raw)
         async with aclosing(_chat_events(request, chat, prompt, done)) as events:
@@ -69,7 +71,10 @@ async def answer_chat(request: web.Request, chat: ChatRequest, raw: bytes) -> we
         "choices": [choice],
         "usage": _usage([best.finish]),
         "brownout": brownout_details([best.finish]),
+        **await hand_off_fields(request, state, valid, best.finish),
     }
+    if hand_off_of(request).token_ids:
+        choice["token_ids"] = [event.token.id for event in best.tokens]
     return web.json_response(answer, headers=answer_headers(state, times_of(request), [valid], [sequences]))
 
 
@@ -158,6 +163,8 @@ def _chat_chunk(
         "logprobs": logprobs,
         "finish_reason": None if finish is None else _FINISH[finish.finish_reason],
     }
+    if hand_off_of(request).token_ids:
+        choice["token_ids"] = [] if event is None else [event.token.id]
     chunk = {**_envelope(request, "chat.completion.chunk", "chatcmpl"), "choices": [choice], "usage": None}
     if finish is not None:
         chunk["brownout"] = brownout_details([finish])
@@ -226,6 +233,7 @@ async def answer_completion(request: web.Request, body: CompletionRequest) -> we
             metric="validation",
         )  # fmt: skip
     parameters = _completion_parameters(body)
+    note_hand_off(request, state, body, single=len(prompts) == 1, stream=bool(body.stream))
     if body.stream:
         async with aclosing(_completion_events(request, body, prompts, parameters)) as events:
             characters = sum(len(prompt) for prompt in prompts if isinstance(prompt, str))
@@ -239,7 +247,7 @@ async def answer_completion(request: web.Request, body: CompletionRequest) -> we
             task.cancel()
         await asyncio.gather(*runs, return_exceptions=True)
     finishes = [sequences[0].finish for _, sequences in results]
-    choices = [
+    choices: list[dict[str, Any]] = [
         {"index": index, "text": f.generated_text, "logprobs": None, "finish_reason": _FINISH[f.finish_reason]}
         for index, f in enumerate(finishes)
     ]
@@ -249,6 +257,14 @@ async def answer_completion(request: web.Request, body: CompletionRequest) -> we
         "usage": _usage(finishes),
         "brownout": brownout_details(finishes),
     }
+    if hand_off_of(request) is not NOTHING:
+        for choice, (valid, sequences) in zip(choices, results, strict=True):
+            fields = await hand_off_fields(request, state, valid, sequences[0].finish)
+            if hand_off_of(request).token_ids:
+                choice["token_ids"] = [event.token.id for event in sequences[0].tokens]
+                choice["prompt_token_ids"] = list(valid.prompt_ids)
+            if len(results) == 1:
+                answer.update(fields)
     headers = answer_headers(state, times_of(request), [v for v, _ in results], [s for _, s in results])
     return web.json_response(answer, headers=headers)
 
@@ -363,6 +379,8 @@ def _completion_chunk(
         "logprobs": None,
         "finish_reason": "" if finish is None else _FINISH[finish.finish_reason],
     }
+    if hand_off_of(request).token_ids:
+        choice["token_ids"] = [] if event is None else [event.token.id]
     chunk = {**_envelope(request, "text_completion", "cmpl"), "choices": [choice]}
     if finish is not None:
         chunk["usage"] = _usage([finish])

@@ -34,6 +34,9 @@ async def metrics(request: web.Request) -> web.StreamResponse:
     """GET /metrics."""
     state = state_of(request)
     state.metrics.engine_stats(state.engine.stats())
+    if state.kv is not None:
+        outcomes = state.kv.outcomes()
+        state.metrics.kv_transfer(state.kv.waiting_bytes, outcomes)
     state.control.status()  # brings the gauges of thresholds and ways up to date
     return web.Response(text=state.metrics.render(), headers={"Content-Type": CONTENT_TYPE})
 

@@ -87,7 +87,14 @@ class GenerateParameters(RequestModel):
     ignore_eos: bool | None = None
 
 
-class GenerateRequest(RequestModel):
+class HandOffFields(RequestModel):
+    """What vLLM's prefill/decode protocol adds to a request; see `hand_off`."""
+
+    kv_transfer_params: dict[str, JsonValue] | None = None
+    return_token_ids: bool | None = None
+
+
+class GenerateRequest(HandOffFields):
     inputs: str
     parameters: GenerateParameters | None = None
 
@@ -176,7 +183,7 @@ class StreamOptions(RequestModel):
     include_usage: bool | None = None
 
 
-class ChatRequest(RequestModel):
+class ChatRequest(HandOffFields):
     messages: list[Message]
     model: str | None = None
     frequency_penalty: float | None = None
@@ -214,7 +221,7 @@ class ChatRequest(RequestModel):
         return [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
 
 
-class CompletionRequest(RequestModel):
+class CompletionRequest(HandOffFields):
     prompt: str | list[str] | list[U32] | list[list[U32]]
     model: str | None = None
     frequency_penalty: float | None = None

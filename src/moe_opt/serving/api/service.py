@@ -95,7 +95,7 @@ class GenerationService:
         waits for the event behind it, and no other token does.
         """
         self._take_slots(1)
-        ends = _EndDetector(request.params)
+        ends = _EndDetector(request.params, continued=bool(request.generated_ids))
         held: TokenEvent | None = None
         try:
             async with aclosing(self._events(request)) as events:
@@ -140,7 +140,16 @@ class GenerationService:
         """The engine's events; cancels the sequence unless it finished, and after `request_timeout`."""
         engine_id = uuid.uuid4().hex  # never the client's own id: two clients may send the same
         events = self.engine.submit(
-            GenerationRequest(engine_id, request.prompt_ids, request.params, exact=request.exact)
+            GenerationRequest(
+                engine_id,
+                request.prompt_ids,
+                request.params,
+                exact=request.exact,
+                expert_counts=request.hand_off,
+                generated_ids=request.generated_ids,
+                kv=request.kv,
+                hand_off=request.hand_off,
+            )
         )
         iterator = aiter(events)
         limit = self.limits.request_timeout
@@ -168,14 +177,15 @@ class GenerationService:
 class _EndDetector:
     """Whether a token may be a sequence's last one: by length, as a special token, or by completing a stop string."""
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, *, continued: bool = False) -> None:
+        self._any = continued and bool(params.stop)  # a stop string may have begun in text that is not seen here
         self._last_index = (params.max_new_tokens or 2**63) - 1
         self._stop = params.stop
         self._keep = max((len(text) for text in params.stop), default=0)
         self._tail = ""
 
     def may_end(self, event: TokenEvent) -> bool:
-        if event.index >= self._last_index or event.token.special:
+        if event.index >= self._last_index or event.token.special or self._any:
             return True
         if not self._stop:
             return False

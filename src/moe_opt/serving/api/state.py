@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import re
 import time
 import uuid
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import pydantic
 from aiohttp import web
@@ -27,6 +28,8 @@ EXACT_HEADER = "x-moe-opt-exact"
 BROWNOUT_HEADER = "x-moe-opt-brownout"
 REQUEST_ID_HEADER = "X-Request-Id"
 _SAFE_ID = re.compile(r"[\x21-\x7e]{1,128}")
+if TYPE_CHECKING:
+    from moe_opt.serving.kv_transfer import KVTransfer
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 
@@ -53,10 +56,13 @@ class ApiState:
     info: ModelInfo
     metrics: Metrics
     control: BrownoutControl
+    kv: KVTransfer | None = None
+    role: str | None = None
     tracer: Tracer = dataclasses.field(default_factory=Tracer)
     api_key: str | None = None
     cors_allow_origin: tuple[str, ...] = ()
     open_requests: int = 0
+    max_batch_size: int = 1
     scoring: int = 0  # requests of the scoring routes under way
     started: float = dataclasses.field(default_factory=time.time)
 
@@ -81,6 +87,18 @@ class ApiState:
             "version": __version__,
             "sha": None,
             "docker_label": self.info.docker_label,
+            "moe_opt": self.worker_body(),
+        }
+
+    def worker_body(self) -> dict[str, Any]:
+        """What a router asks of a worker."""
+        stats = self.engine.stats()
+        return {
+            "role": self.role,
+            "pid": os.getpid(),
+            "max_batch_size": self.max_batch_size,
+            "kv_capacity": stats.total_pages * stats.page_size,
+            "page_size": stats.page_size,
         }
 
 

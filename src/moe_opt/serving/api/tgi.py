@@ -11,6 +11,7 @@ from typing import Any
 from aiohttp import web
 
 from moe_opt.serving.api.errors import ApiError, as_api_error, validation_error
+from moe_opt.serving.api.hand_off import hand_off_fields, hand_off_of, note_hand_off, with_hand_off
 from moe_opt.serving.api.prompts import TokenSpan
 from moe_opt.serving.api.schemas import (
     CompatGenerateRequest,
@@ -151,16 +152,24 @@ async def _validated(
         raise api_error from error
     if times.validated is None:
         times.validated = time.monotonic()
+    try:
+        valid = await with_hand_off(request, state, valid)
+    except ApiError as error:
+        state.metrics.request_failed(error.metric)
+        raise
     state.metrics.request_validated(len(valid.prompt_ids), valid.params.max_new_tokens or 0)
     return valid
 
 
 async def generate_answer(request: web.Request, body: GenerateRequest) -> tuple[dict[str, Any], dict[str, str]]:
     """Body and headers of one generation that is not streamed."""
+    state = state_of(request)
+    note_hand_off(request, state, body, single=(body.resolved.best_of or 1) == 1, stream=False)
     valid, sequences = await run(request, body.inputs, body.resolved)
     prefix = valid.inputs if valid.return_full_text else ""
     best = sequences[0]
     answer: dict[str, Any] = {"generated_text": prefix + best.finish.generated_text}
+    answer.update(await hand_off_fields(request, state, valid, best.finish))
     if valid.details:
         answer["details"] = _sequence_json(best)
         if len(sequences) > 1:
@@ -169,12 +178,13 @@ async def generate_answer(request: web.Request, body: GenerateRequest) -> tuple[
                 for other in sequences[1:]
             ]
         answer["details"]["brownout"] = brownout_details([s.finish for s in sequences])
-    return answer, answer_headers(state_of(request), times_of(request), [valid], [sequences])
+    return answer, answer_headers(state, times_of(request), [valid], [sequences])
 
 
 async def stream_response(request: web.Request, body: GenerateRequest) -> web.StreamResponse:
     """Answer with TGI's events."""
     state = state_of(request)
+    note_hand_off(request, state, body, single=True, stream=True)
     async with aclosing(_stream_events(request, body)) as events:
         return await send_events(
             request, events,
@@ -185,7 +195,7 @@ async def stream_response(request: web.Request, body: GenerateRequest) -> web.St
 
 
 async def _stream_events(request: web.Request, body: GenerateRequest) -> AsyncGenerator[dict[str, Any]]:
-    index = 0
+    index = len(hand_off_of(request).generated_ids)
     try:
         async with aclosing(run_stream(request, body.inputs, body.resolved)) as steps:
             async for valid, (event, finish) in steps:

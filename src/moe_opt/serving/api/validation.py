@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moe_opt.serving.api.errors import validation_error
 from moe_opt.serving.api.grammar_schema import closed_schema
@@ -21,6 +21,9 @@ from moe_opt.serving.api.schemas import (
 )
 from moe_opt.serving.engine.types import Grammar, SamplingParams
 
+if TYPE_CHECKING:
+    from moe_opt.serving.engine.kv_state import KVState
+
 # TGI's grammars allow one blank between items. Free whitespace would let a small model write blanks for ever.
 _COMPACT = {"whitespace_flexible": False, "key_separator": ": ", "item_separator": ", "}
 
@@ -32,6 +35,7 @@ class ValidRequest:
     Attributes:
         inputs: the prompt as text ("" where it came as token ids). prompt_ids: token ids, truncated.
         params: of each sequence; with `best_of` above 1 every sequence draws a seed of its own.
+        generated_ids, kv, hand_off: see `GenerationRequest`.
     """
 
     inputs: str
@@ -42,6 +46,9 @@ class ValidRequest:
     decoder_input_details: bool
     return_full_text: bool
     exact: bool
+    generated_ids: tuple[int, ...] = ()
+    kv: KVState | None = None
+    hand_off: bool = False
 
 
 class Validator:

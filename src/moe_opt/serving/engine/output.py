@@ -90,9 +90,7 @@ class OutputProcessor:
             sequence.text.append(piece)
         return piece, special
 
-    def finish_event(
-        self, sequence: Sequence, counts: np.ndarray | None, kv: KVState | None = None
-    ) -> FinishEvent:
+    def finish_event(self, sequence: Sequence, counts: np.ndarray | None, kv: KVState | None = None) -> FinishEvent:
         """The last event. counts: int64 [L, E] of all its pages, None if nobody asked; kv likewise."""
         assert sequence.finish_reason is not None
         assert sequence.started is not None

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from moe_opt.errors import ConfigError
+from moe_opt.workloads.sample_texts import sample_texts
 
 _ENVIRONMENT = "MOE_OPT_DEMO_MODEL"
 
@@ -35,15 +34,7 @@ def find_demo_model(given: str | None = None) -> str:
 
 def demo_texts() -> tuple[dict[str, list[str]], dict[str, str]]:
     """(domain -> texts, domain -> prompt): written for this demo, ten domains and languages."""
-    texts: dict[str, list[str]] = {}
-    prompts: dict[str, str] = {}
-    for line in files("moe_opt.demo").joinpath("texts.jsonl").read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if "prompt" in row:
-            prompts[row["domain"]] = row["prompt"]
-        else:
-            texts.setdefault(row["domain"], []).append(row["text"])
-    return texts, prompts
+    return sample_texts()
 
 
 def load_united(model: Any, source: str) -> Mapping[str, Any]:

@@ -84,6 +84,7 @@ class BrownoutControl:
         self._load_united = load_united
         self._controllers = objectives.controllers()
         self._held: dict[str, float] = {}  # thresholds that an operator holds
+        self._floor = 0.0  # no threshold goes below it, whoever decides; 1 switches brownout off
         self._set: dict[str, float] = {}  # what the engine was last told
         self._decided = -math.inf
         self._lock = threading.Lock()  # step reports come from the engine's thread
@@ -142,13 +143,14 @@ class BrownoutControl:
         if by_slo:
             wanted["prefill"] = min(by_slo.values())
         wanted.update(self._held)
-        return wanted
+        return {phase: max(value, self._floor) for phase, value in wanted.items()}
 
     @property
     def may_brown(self) -> bool:
         """Whether a request that starts now could see a threshold below 1."""
         status = self.engine.brownout()
-        return bool(self._controllers) or status.prefill.threshold < 1 or status.decode.threshold < 1
+        by_slo = bool(self._controllers) and self._floor < 1
+        return by_slo or status.prefill.threshold < 1 or status.decode.threshold < 1
 
     # ------------------------------------------------------------- operator
 
@@ -174,7 +176,11 @@ class BrownoutControl:
             }
             self.metrics.threshold.labels(phase).set(setting.threshold)
         self.metrics.united_ways.set(engine.ways or 0)
-        return {**phases, "united_experts": {"ways": engine.ways, "available_ways": list(self.available_ways)}}
+        return {
+            **phases,
+            "floor": self._floor,
+            "united_experts": {"ways": engine.ways, "available_ways": list(self.available_ways)},
+        }
 
     async def apply(
         self,
@@ -187,11 +193,13 @@ class BrownoutControl:
         ways: int | None = None,
         slo_ttft: float | None = None,
         slo_tpot: float | None = None,
+        floor: float | None = None,
     ) -> dict[str, Any]:
         """Carry out one `POST /brownout`; all or nothing.
 
         Args:
             threshold: in [0, 1], held until told otherwise, or "slo". ways: 0 takes the united experts off.
+            floor: in [0, 1], below which no threshold goes, whoever decides it; 1 switches brownout off.
             slo_ttft, slo_tpot: other objectives, seconds; 0 takes an objective away. Their controllers start anew.
 
         Raises:
@@ -210,7 +218,7 @@ class BrownoutControl:
                 await self._swap(ways, before.ways)
             try:
                 if isinstance(threshold, (int, float)):
-                    settings["threshold"] = float(threshold)
+                    settings["threshold"] = max(float(threshold), self._floor if floor is None else floor)
                 if settings:
                     await self.engine.set_brownout(phase=phase, **settings)
             except ConfigError:
@@ -226,8 +234,10 @@ class BrownoutControl:
                 after = self.engine.brownout()  # taking united experts off may have returned a phase to 1
                 for name in PHASES:
                     self._set[name] = getattr(after, name).threshold
-                    if name in self._held:
+                    if name in self._held and self._set[name] > max(self._held[name], self._floor):
                         self._held[name] = self._set[name]
+            if floor is not None:
+                await self._set_floor(floor)
             if objectives != self.objectives:
                 await self._set_objectives(objectives)
             if threshold == "slo":
@@ -272,6 +282,15 @@ class BrownoutControl:
             self._set.update(dict.fromkeys(free, 1.0))
         for phase in free:  # nobody decides about this phase any more
             await self.engine.set_brownout(threshold=1.0, phase=phase)
+
+    async def _set_floor(self, floor: float) -> None:
+        with self._lock:
+            self._floor = floor
+            wanted = self._wanted()
+            self._set.update(wanted)
+        for phase, value in wanted.items():
+            await self.engine.set_brownout(threshold=value, phase=phase)
+            self.metrics.threshold.labels(phase).set(value)
 
     async def _swap(self, ways: int, current: int | None) -> None:
         """Exchange united experts: read on a thread, attach between two steps."""

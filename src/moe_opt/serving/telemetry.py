@@ -88,6 +88,9 @@ class Metrics:
         self.tokens = counter("moe_opt_tokens", "Tokens by phase of their step and brownout", ("phase", "browned"))
         self.browned_requests = counter("moe_opt_browned_requests", "Requests with a step below threshold 1")
         self.active_experts = gauge("moe_opt_active_experts", "Expert weights read per layer, last step", ("phase",))
+        self.active_experts_read = counter(
+            "moe_opt_active_experts_read", "Expert weights read per layer, summed over steps", ("phase",)
+        )
         self.united_ways = gauge("moe_opt_united_ways", "Experts behind one united expert, 0 without any")
         self.kv_pages = gauge("moe_opt_kv_pages", "KV pages by state", ("state",))
         self.kv_transfer_bytes = gauge("moe_opt_kv_transfer_bytes", "Handed-over KV that waits to be fetched")
@@ -145,6 +148,7 @@ class Metrics:
             self.tpot.observe(seconds)
         if report.active_experts is not None:
             self.active_experts.labels(method).set(report.active_experts)
+            self.active_experts_read.labels(method).inc(report.active_experts)
 
     def engine_stats(self, stats: EngineStats) -> None:
         """A snapshot, taken when somebody reads the metrics."""

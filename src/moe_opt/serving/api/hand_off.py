@@ -3,6 +3,7 @@
 - `{"do_remote_decode": true}`: compute the prompt and one token, keep the KV, and answer with a ticket in
   `kv_transfer_params`, the prompt's ids, and the router's choices for it (`prefill_expert_counts`).
 - a ticket, `{"do_remote_prefill": true, ...}`: fetch that KV and go on; without it, if it is gone.
+- `return_expert_counts`: the answer brings the router's choices for prompt and output (not in streams).
 - `generated_token_ids` beside either: output that the client has already; the answer goes on behind it.
 """
 
@@ -34,6 +35,7 @@ class HandOff:
     ticket: dict[str, Any] | None
     generated_ids: tuple[int, ...]
     token_ids: bool
+    expert_counts: bool = False
 
 
 NOTHING = HandOff(False, None, (), False)
@@ -49,7 +51,7 @@ def note_hand_off(request: web.Request, state: ApiState, body: HandOffFields, *,
         ApiError: the server takes no part in hand-offs, or the request cannot be handed off.
     """
     params = body.kv_transfer_params
-    if not params and not body.return_token_ids:
+    if not params and not body.return_token_ids and not body.return_expert_counts:
         return NOTHING
     params = params or {}
     ids = params.get("generated_token_ids") or []
@@ -64,7 +66,13 @@ def note_hand_off(request: web.Request, state: ApiState, body: HandOffFields, *,
         raise validation_error("`kv_transfer_params` needs a request of one sequence, without tools")
     if prefill and stream:
         raise validation_error("`kv_transfer_params.do_remote_decode` is for requests without `stream`")
-    found = HandOff(prefill, dict(params) if ticket else None, tuple(ids), bool(body.return_token_ids))  # type: ignore[arg-type]
+    found = HandOff(
+        prefill,
+        dict(params) if ticket else None,
+        tuple(ids),  # type: ignore[arg-type]
+        bool(body.return_token_ids),
+        bool(body.return_expert_counts),
+    )
     request[_KEY] = found
     return found
 
@@ -84,12 +92,12 @@ async def with_hand_off(request: web.Request, state: ApiState, valid: ValidReque
         raise validation_error(f"{len(wanted.generated_ids)} generated_token_ids are more than max_new_tokens {limit}")
     if wanted.prefill:
         params = dataclasses.replace(valid.params, max_new_tokens=1, stop=())
-        return dataclasses.replace(valid, params=params, hand_off=True)
+        return dataclasses.replace(valid, params=params, hand_off=True, expert_counts=True)
     kv = None
     if wanted.ticket is not None:
         assert state.kv is not None
         kv = await state.kv.fetch(wanted.ticket)
-    return dataclasses.replace(valid, generated_ids=wanted.generated_ids, kv=kv)
+    return dataclasses.replace(valid, generated_ids=wanted.generated_ids, kv=kv, expert_counts=wanted.expert_counts)
 
 
 async def hand_off_fields(
@@ -98,7 +106,13 @@ async def hand_off_fields(
     """What the answer of a prefill carries beside its one token."""
     wanted = hand_off_of(request)
     if not wanted.prefill:
-        return {"prompt_token_ids": list(valid.prompt_ids)} if wanted.token_ids else {}
+        fields: dict[str, Any] = {}
+        if wanted.token_ids:
+            fields["prompt_token_ids"] = list(valid.prompt_ids)
+        if wanted.expert_counts:
+            for name, counts in (("prefill", finish.expert_counts), ("decode", finish.decode_expert_counts)):
+                fields[f"{name}_expert_counts"] = None if counts is None else encode_counts(counts)
+        return fields
     assert state.kv is not None
     ticket = await state.kv.store(finish.kv) if finish.kv is not None else None
     return {

@@ -15,7 +15,7 @@ from aiohttp import web
 from moe_opt.serving.api.chat import ChatPrompt, chat_prompt
 from moe_opt.serving.api.errors import ApiError, as_api_error, validation_error
 from moe_opt.serving.api.hand_off import NOTHING, hand_off_fields, hand_off_of, note_hand_off
-from moe_opt.serving.api.schemas import ChatRequest, CompletionRequest, GenerateParameters
+from moe_opt.serving.api.schemas import ChatRequest, CompletionRequest, GenerateParameters, HandOffFields
 from moe_opt.serving.api.service import Sequence, brownout_details
 from moe_opt.serving.api.sse import DONE, send_events
 from moe_opt.serving.api.state import ApiState, parse, read_body, state_of, times_of, wants_exact
@@ -173,7 +173,8 @@ def _chat_chunk(
 
 def _needs_no_done(raw: bytes) -> bool:
     body = pydantic_core.from_json(raw)
-    return isinstance(body, dict) and set(body) == _CHAT_KEYS_WITHOUT_DONE
+    # what a router adds does not make it another client
+    return isinstance(body, dict) and set(body) - HandOffFields.model_fields.keys() == _CHAT_KEYS_WITHOUT_DONE
 
 
 def _tool_call(request: web.Request, name: str, arguments: str) -> dict[str, Any]:

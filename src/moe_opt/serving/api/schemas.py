@@ -92,6 +92,7 @@ class HandOffFields(RequestModel):
 
     kv_transfer_params: dict[str, JsonValue] | None = None
     return_token_ids: bool | None = None
+    return_expert_counts: bool | None = None
 
 
 class GenerateRequest(HandOffFields):
@@ -261,6 +262,7 @@ class BrownoutUpdate(RequestModel):
     Attributes:
         phase: "prefill", "decode" or absent for both. threshold: in [0, 1], held until told otherwise; "slo" gives the
             phase back to its latency controller. ways: united experts to serve with, 0 takes them off.
+        floor: below which no threshold goes, whoever decides it; 1 switches brownout off.
         slo_ttft, slo_tpot: other latency objectives, seconds; 0 takes one away.
     """
 
@@ -272,5 +274,6 @@ class BrownoutUpdate(RequestModel):
     keep: str | None = None
     layers: list[U32] | None = None
     ways: U32 | None = None
+    floor: Annotated[float, Field(ge=0, le=1)] | None = None
     slo_ttft: Annotated[float, Field(ge=0)] | None = None
     slo_tpot: Annotated[float, Field(ge=0)] | None = None

@@ -145,7 +145,7 @@ class GenerationService:
                 request.prompt_ids,
                 request.params,
                 exact=request.exact,
-                expert_counts=request.hand_off,
+                expert_counts=request.expert_counts,
                 generated_ids=request.generated_ids,
                 kv=request.kv,
                 hand_off=request.hand_off,

@@ -35,7 +35,7 @@ class ValidRequest:
     Attributes:
         inputs: the prompt as text ("" where it came as token ids). prompt_ids: token ids, truncated.
         params: of each sequence; with `best_of` above 1 every sequence draws a seed of its own.
-        generated_ids, kv, hand_off: see `GenerationRequest`.
+        generated_ids, kv, hand_off, expert_counts: see `GenerationRequest`.
     """
 
     inputs: str
@@ -49,6 +49,7 @@ class ValidRequest:
     generated_ids: tuple[int, ...] = ()
     kv: KVState | None = None
     hand_off: bool = False
+    expert_counts: bool = False
 
 
 class Validator:

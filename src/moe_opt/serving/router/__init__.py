@@ -1,0 +1,1 @@
+"""The prefill/decode router: one asyncio process between clients and workers, without torch."""

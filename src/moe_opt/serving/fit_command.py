@@ -8,6 +8,7 @@ import json
 import urllib.error
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
         calibration = asyncio.run(
             collect(
                 args.url, prompts, output_tokens=args.output_tokens, concurrency=args.concurrency,
-                api_key=args.api_key, on_done=lambda: bar.update() and None,
+                api_key=args.api_key, on_done=lambda: _advance(bar),
             )
         )  # fmt: skip
     model = fit(calibration, args.num_workers, seed=args.seed, weighting=args.weighting)
@@ -79,6 +80,10 @@ def run(args: argparse.Namespace) -> int:
         _tell(args.router, output.resolve(), args.api_key)
         print(f"{args.router} routes by it now")
     return 0
+
+
+def _advance(bar: Any) -> None:
+    bar.update()
 
 
 def _tell(url: str, path: Path, api_key: str | None) -> None:

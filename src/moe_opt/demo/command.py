@@ -7,11 +7,15 @@ import importlib
 
 HELP = "See a capability work on the demo model, with real text in ten domains and languages."
 EXAMPLE = """moe-opt demo brownout
+moe-opt demo serve
+moe-opt demo fleet
 moe-opt demo brownout --output out/demo --threads 4"""
 
 # stage -> module with `run(args) -> int`; the last one is what `make demo` runs
 STAGES = {
     "brownout": "moe_opt.demo.brownout",
+    "serve": "moe_opt.demo.serve",
+    "fleet": "moe_opt.demo.fleet",
 }
 
 

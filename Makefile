@@ -10,7 +10,7 @@ JOBS   ?= 2
 export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM = false
 
-.PHONY: help demo test test-matrix test-soak test-gpu lint format examples clean
+.PHONY: help demo test test-matrix test-soak test-vllm test-gpu lint format examples clean
 
 help:
 	@echo "make demo         install what the demo needs and run it on the demo model"
@@ -19,6 +19,7 @@ help:
 	@echo "make examples     run every script in examples/"
 	@echo "make test-matrix  every model family in both dtypes, on the newest and the oldest Transformers"
 	@echo "make test-soak    long runs: fuzzing, bursts, memory"
+	@echo "make test-vllm    our router in front of two unmodified vLLM workers (installs vLLM beside our environment)"
 	@echo "make test-gpu     what needs a CUDA device (uses the installed torch, installs nothing)"
 
 # torch first and pinned: an open range would fetch the newest CUDA build, gigabytes of it.
@@ -57,6 +58,14 @@ test-matrix: $(VENV)/.installed-dev $(VENV)-oldest/.installed
 test-soak: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -m soak --timeout 3600 $(ARGS)
 
+# vLLM pins another Transformers: it gets an environment of its own, and its workers run from there.
+$(VENV)-vllm/.installed: scripts/install_vllm.sh
+	scripts/install_vllm.sh $(VENV)-vllm
+	@touch $@
+
+test-vllm: $(VENV)/.installed-dev $(VENV)-vllm/.installed
+	MOE_OPT_VLLM=$(abspath $(VENV)-vllm)/bin/vllm $(BIN)/python -m pytest -q -m vllm tests/vllm $(ARGS)
+
 test-gpu:
 	PYTHONPATH=src python3 -m pytest -q -m gpu -p no:cacheprovider $(ARGS)
 
@@ -73,4 +82,4 @@ examples: $(VENV)/.installed-dev
 	@set -e; for script in examples/*.py; do echo "== $$script"; $(BIN)/python $$script; done
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest out build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-vllm out build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -49,6 +49,8 @@ class RunningFleet:
             state = self.state()
             if state["in_flight"] or any(w["running"] or w["prefills"] for w in state["workers"]):
                 return False
+            if not all(worker["up"] for worker in state["workers"]):
+                return False
             for worker in state["workers"]:
                 text = requests.get(worker["url"] + "/metrics", timeout=10).text
                 held = re.findall(
@@ -58,7 +60,7 @@ class RunningFleet:
                     return False
             return True
 
-        self.wait(idle, 30)
+        self.wait(idle, 120)
 
 
 @contextlib.contextmanager

@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", help="as in `moe-opt serve`")
     parser.add_argument("--serve-flags", default="", metavar="FLAGS", help="further flags of `moe-opt serve`, quoted")
     parser.add_argument("--print-vllm", action="store_true", help="print the commands of such a fleet with vLLM; end")
+    parser.add_argument("--restarts", type=int, default=5, help="of a worker that dies, within 5 minutes (default: 5)")
+    parser.add_argument("--restart-backoff", type=float, default=1.0, help="seconds before the first (default: 1)")
     parser.add_argument("--start-timeout", type=float, default=600.0, help="seconds to load the model (default: 600)")
     add_router_arguments(parser)
 
@@ -65,7 +67,14 @@ def run(args: argparse.Namespace) -> int:
     if args.model_id.startswith((".", "/", "~")) and not Path(args.model_id).expanduser().is_dir():
         raise ConfigError(f"--model-id {args.model_id}: no such folder")
     plan = FleetPlan(
-        args.model_id, args.prefill, args.decode, tuple(flags), args.threads, start_timeout=args.start_timeout
+        args.model_id,
+        args.prefill,
+        args.decode,
+        tuple(flags),
+        args.threads,
+        start_timeout=args.start_timeout,
+        restarts=args.restarts,
+        restart_backoff=args.restart_backoff,
     )
     sock = listen(args.hostname, args.port)
     try:

@@ -19,8 +19,8 @@ from moe_opt.serving.router.config import Role, WorkerSpec
 from moe_opt.serving.router.router import Router
 
 logger = logging.getLogger("moe_opt.launch")
-_STARTS = 5  # within _PERIOD seconds; a worker that dies more often stays down
-_PERIOD = 300.0
+_PERIOD = 300.0  # seconds in which a worker may be started again `restarts` times
+_LONGEST_BACKOFF = 10.0
 _LOG_LINES = 60
 
 
@@ -32,6 +32,8 @@ class FleetPlan:
         model_id: folder or Hub id. prefill, decode: workers of each kind. flags: of `moe-opt serve`, for all.
         threads: of each worker on a CPU; None shares the machine's cores among them.
         start_timeout: seconds for a worker to load the model. end_timeout: seconds to finish after SIGTERM.
+        restarts: how often a worker that died is started again within five minutes; then it stays down.
+        restart_backoff: seconds before the first of them, doubled for each, ten at most.
     """
 
     model_id: str
@@ -41,10 +43,14 @@ class FleetPlan:
     threads: int | None = None
     start_timeout: float = 600.0
     end_timeout: float = 30.0
+    restarts: int = 5
+    restart_backoff: float = 1.0
 
     def __post_init__(self) -> None:
         if self.prefill < 1 or self.decode < 1:
             raise ConfigError("a fleet needs at least one prefill and one decode worker")
+        if self.restarts < 0 or self.restart_backoff < 0:
+            raise ConfigError("restarts and restart_backoff must be 0 or more")
 
     @property
     def cores_each(self) -> int:
@@ -199,12 +205,15 @@ class LocalFleet:
             logger.error(
                 "worker %s ended with %s: %s", worker.id, process.returncode, " | ".join(list(worker.log)[-2:])
             )
-            starts = self._starts.setdefault(worker.id, collections.deque(maxlen=_STARTS))
-            if len(starts) == _STARTS and time.monotonic() - starts[0] < _PERIOD:
-                logger.error("worker %s died %d times in %.0f s and stays down", worker.id, _STARTS, _PERIOD)
+            now = time.monotonic()
+            starts = self._starts.setdefault(worker.id, collections.deque())
+            while starts and now - starts[0] > _PERIOD:
+                starts.popleft()
+            if len(starts) >= self.plan.restarts:
+                logger.error("worker %s died %d times in %.0f s and stays down", worker.id, len(starts) + 1, _PERIOD)
                 return
-            starts.append(time.monotonic())
-            await asyncio.sleep(min(10.0, 0.5 * 2 ** len(starts)))
+            starts.append(now)
+            await asyncio.sleep(min(_LONGEST_BACKOFF, self.plan.restart_backoff * 2 ** min(10, len(starts) - 1)))
             try:
                 await worker.start()
                 logger.info("worker %s is back as process %s", worker.id, worker.pid)

@@ -19,7 +19,7 @@ class KVState:
     Attributes:
         tokens: the ids that it belongs to, from the start of the prompt; N of them.
         keys, values: per attention layer, [N, kv_heads, dim] in the cache's dtype; values are stored as wide as keys.
-        counts: int32 [pages, L, E], the router's choices per page of `page_size` tokens; None if nobody counted.
+        counts: integers [pages, L, E], the router's choices per page of `page_size` tokens; None if nobody counted.
         page_size: of the engine that computed it.
         browned_from: first token computed under brownout, None where all is exact.
         lowest_threshold: of the steps that computed it.

@@ -79,7 +79,7 @@ class ModelRunner:
         self.counts: PageExpertCounts | None = None
         if config.record_experts:
             self.counts = PageExpertCounts(
-                self.num_pages + 1, self.runtime.num_layers, self.runtime.num_experts, self.device
+                self.num_pages + 1, self.runtime.num_layers, self.runtime.num_experts, self.device, config.page_size
             )
         self.graphs = self._make_graphs()
         self.fingerprint = fingerprint_of(model, self.layers)
@@ -151,7 +151,7 @@ class ModelRunner:
         return keys, [layer.values[slots].contiguous().cpu() for layer in self.pool]
 
     def page_counts(self, pages: Sequence[int]) -> torch.Tensor | None:
-        """int32 [pages, L, E] on the CPU: the router's choices per page; None if they are not counted."""
+        """[pages, L, E] on the CPU: the router's choices per page; None if they are not counted."""
         return None if self.counts is None else self.counts.of_pages(pages)
 
     def _write_kv(self, part: Import) -> None:

@@ -215,7 +215,7 @@ class Fleet:
             handle.kind, handle.model, handle.pid = "moe_opt", about["model_id"], own["pid"]
             handle.state.kv_capacity = own["kv_capacity"]
             if handle.spec.max_running is None:
-                handle.state.max_running = own["max_batch_size"] + self._margin()
+                handle.state.max_running = own["max_batch_size"]
         else:
             handle.kind = "vllm"
             async with self._session.get(handle.url + "/v1/models", timeout=self._timeout) as answer:
@@ -223,13 +223,8 @@ class Fleet:
             handle.model = about["id"]
             if about.get("max_model_len"):
                 handle.gauges["max_model_len"] = float(about["max_model_len"])
-            if handle.spec.max_running is None:
-                handle.state.max_running = self._settings.max_running + self._margin()
         if self.brownout and handle.kind == "moe_opt":
             await self.tell_brownout(handle, self.brownout)
-
-    def _margin(self) -> int:
-        return self._settings.bypass_margin if self._settings.pool_bypass else 0
 
     async def tell_brownout(self, handle: WorkerHandle, body: dict[str, Any]) -> dict[str, Any]:
         """Pass an operator's wish on; returns the worker's answer.

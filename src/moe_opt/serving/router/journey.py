@@ -74,6 +74,7 @@ class Journey:
         self._prompt_ids: list[int] | None = None
         self._first_token: float | None = None
         self._last_token = 0.0
+        self._tokens = 0
         self.request = Request(self._key, 0, arrival=self._arrived)
 
     async def run(self) -> web.StreamResponse:
@@ -119,7 +120,9 @@ class Journey:
             self.request.prompt_tokens = prompt_tokens
             if running is not None:
                 self._router.pool.policy.observe_finished(self.request, running.generated)
-            self._router.finished(self, running.generated if running is not None else 0)
+            self._router.metrics.completed.inc()
+            if self._first_token is not None and self._tokens > 1:
+                self._router.note_tpot((self._last_token - self._first_token) / (self._tokens - 1))
             return answer
         raise generation_error(f"{self._settings.retries + 1} workers were lost in turn")
 
@@ -206,7 +209,8 @@ class Journey:
                     return await self._relay(answer.status, answer.headers, raw)
                 await client.begin(answer.headers)
                 passed = 0
-                async for chunk in answer.content.iter_any():
+                read = answer.content.readany
+                while chunk := await read():
                     events = scanner.feed(chunk)
                     if upstream.translator is not None and events:
                         lost = lost_in(events)
@@ -244,9 +248,8 @@ class Journey:
             self._first_token = now
             self._router.metrics.ttft.observe(now - self._arrived)
             self._router.note_ttft(now - self._arrived)
-        elif tokens:
-            self._router.note_tpot((now - self._last_token) / tokens)
         self._last_token = now
+        self._tokens += tokens
         if running is not None:
             running.kv_tokens += tokens
             running.generated += tokens

@@ -43,7 +43,7 @@ class RouterMetrics:
         self.band = histogram("band_size", "Decode workers in the band of similar experts", (1, 2, 3, 4, 6, 8, 16, 32))
         self.prefill_seconds = histogram("prefill_seconds", "Arrival to the end of prefill", _SECONDS)
         self.ttft = histogram("time_to_first_token_seconds", "Arrival to the first token", _SECONDS)
-        self.tpot = histogram("time_per_output_token_seconds", "Between two tokens of a stream", _STEP)
+        self.tpot = histogram("time_per_output_token_seconds", "Between two tokens, mean of a stream", _STEP)
         self.waiting = gauge("waiting", "Requests that wait, for prefill or for decode", ("stage",))
         self.up = gauge("worker_up", "Whether a worker answers", ("worker", "role"))
         self.running = gauge("worker_running", "Requests of this router on a worker", ("worker",))

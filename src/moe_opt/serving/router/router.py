@@ -23,7 +23,6 @@ from moe_opt.errors import ConfigError
 from moe_opt.serving.router.config import RouterSettings, WorkerSpec
 from moe_opt.serving.router.dispatch import DecodePool, PrefillDispatcher
 from moe_opt.serving.router.fleet import Fleet, WorkerHandle
-from moe_opt.serving.router.journey import Journey
 from moe_opt.serving.router.metrics import RouterMetrics
 from moe_opt.serving.router.signatures import SignatureSource
 
@@ -80,6 +79,8 @@ class Router:
             if model is None:
                 raise ConfigError(f"policy {name} needs --signature-model FILE; fit one with `moe-opt fit-signatures`")
             options["signature_model"] = model
+        if self.settings.pool_bypass:
+            options.update(pool_bypass=True, bypass_margin=self.settings.bypass_margin)
         return make_policy(name, **options)
 
     async def start(self) -> None:
@@ -169,9 +170,6 @@ class Router:
     def note_tpot(self, seconds: float) -> None:
         self.metrics.note("tpot", seconds)
         self.metrics.tpot.observe(seconds)
-
-    def finished(self, journey: Journey, generated: int) -> None:
-        self.metrics.completed.inc()
 
     # ------------------------------------------------------------- operators
 

@@ -114,7 +114,7 @@ def main() -> None:
     parser.add_argument("--vllm-router", help="its program (PyPI: vllm-router)")
     parser.add_argument("--repeats", type=int, default=100)
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--tokens", type=int, default=192, help="of each stream; its set-up is shared by its chunks")
     args = parser.parse_args()
     MODEL = args.model
     worker, ours, theirs, split = free_port(), free_port(), free_port(), free_port()

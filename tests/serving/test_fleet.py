@@ -2,7 +2,10 @@
 
 import concurrent.futures
 import os
+import re
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -163,6 +166,19 @@ def test_the_brownout_switch_and_floor_reach_every_worker(fleet):
     assert fleet.post("/router/brownout", {"wrong": 2}).status_code == 422
 
 
+def test_signatures_are_fitted_through_the_fleet_and_used_at_once(fleet, tmp_path):
+    command = [sys.executable, "-m", "moe_opt.cli", "fit-signatures", "--url", fleet.url, "--num-workers", "2"]
+    command += ["--output", str(tmp_path / "s.npz"), "--output-tokens", "8", "--limit", "40", "--router", fleet.url]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "from token ids alone" in done.stdout
+    rho = float(re.search(r"rho (\S+) from exact counts", done.stdout)[1])
+    assert fleet.state()["signatures"]["rho"] == pytest.approx(rho, abs=1e-3)
+    wrong = subprocess.run([*command[:4], "--url", "http://127.0.0.1:1", *command[6:]], capture_output=True, text=True)
+    assert wrong.returncode == 2
+    assert "start a worker" in wrong.stderr.splitlines()[-1]
+
+
 def test_workers_come_and_go_at_run_time(fleet):
     assert fleet.post("/router/workers/nobody/drain", {}).status_code == 422
     fleet.post("/router/workers/decode-0/drain", {})
@@ -237,3 +253,23 @@ def test_sighup_restarts_the_workers_one_by_one_while_requests_run(fleet):
 
     fleet.wait(renewed, 180)
     assert set(answers) == {200}
+
+
+def test_sigterm_lets_requests_finish(fleet):
+    """The last test of this fleet: it is gone afterwards."""
+    ids, _ = generated(PROMPTS[0], 150)
+    body = {"inputs": PROMPTS[0], "parameters": {"max_new_tokens": 150}}
+    with fleet.post("/generate_stream", body, stream=True) as response:
+        lines = response.iter_lines(chunk_size=1)
+        seen = [next(lines)]
+        fleet.process.send_signal(signal.SIGTERM)
+
+        class Rest:
+            def iter_lines(self):
+                yield from seen
+                yield from lines
+
+        assert tuple(stream_ids(Rest())[0]) == ids
+    assert fleet.process.wait(60) == 0
+    with pytest.raises(requests.ConnectionError):
+        fleet.get("/health")

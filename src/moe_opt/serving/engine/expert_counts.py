@@ -14,9 +14,12 @@ if TYPE_CHECKING:
 
 
 class PageExpertCounts:
-    """Counts [pages, L, E] on the model's device, a byte each where a page has fewer than 256 tokens (no token counts
-    an expert twice): 0.4 % of the KV beside them at Qwen3-30B-A3B's shape. Put into `MoERuntime.recorders` while the engine's passes run: the
-    runtime then hands over each pass's routed experts, and one scatter counts them."""
+    """Counts [pages, L, E] on the model's device: a byte each where a page has fewer than 256 tokens, since no token
+    counts an expert twice. That is 0.4 % of the KV beside them at Qwen3-30B-A3B's shape.
+
+    Put into `MoERuntime.recorders` while the engine's passes run: the runtime then hands over each pass's routed
+    experts, and one scatter counts them.
+    """
 
     def __init__(self, num_pages: int, num_layers: int, num_experts: int, device: torch.device, page_size: int) -> None:
         self._shape = (num_layers, num_experts)

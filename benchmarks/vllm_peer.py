@@ -99,8 +99,8 @@ def main() -> None:
         ("moe_opt, browned out", ["--united-experts", str(args.model / "united"), "--ways", "8"]),
     ):
         serve = [sys.executable, "-m", "moe_opt.serving.serve_command", "--model-id", str(args.model)]
-        command = [*serve, "--port",
-                   str(port), "--hostname", "127.0.0.1", "--dtype", args.dtype, "--max-total-tokens", "1024", *flags]  # fmt: skip
+        command = [*serve, "--port", str(port), "--hostname", "127.0.0.1", "--dtype", args.dtype]
+        command += ["--max-total-tokens", "1024", *flags]
         with server(command, url, {}, args.logs / "moe_opt_peer.log"):
             if flags:
                 body = b'{"threshold": 0.0}'

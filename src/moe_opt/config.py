@@ -12,7 +12,7 @@ from moe_opt.errors import ConfigError
 
 STREAMING_MODES = ("auto", "offload", "gather", "both")
 REPLICA_METHODS = ("metro", "greedy", "optimal", "eplb")
-KERNELS = ("auto", "eager", "grouped_mm", "batched_mm")
+KERNELS = ("auto", "eager", "grouped_mm", "batched_mm", "fused")
 
 
 @dataclasses.dataclass
@@ -126,7 +126,8 @@ class MoEOptConfig:
             `AsyncEPConfig`; None is off.
         expert_parallel: METRO's expert-parallel forward: True, a dict or an `ExpertParallelConfig`; None is off. Needs
             one process per rank (torchrun).
-        kernels: the experts kernel that runs wherever nothing is browned out: "auto" takes what Transformers would.
+        kernels: the experts kernel that runs wherever nothing is browned out: "auto" takes what Transformers would;
+            "fused" is our own for decode-sized steps on a GPU, and `grouped_mm` elsewhere.
 
     Raises:
         ConfigError: an unknown key, a value out of range, or a feature that this version does not have.

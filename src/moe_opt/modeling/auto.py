@@ -110,6 +110,8 @@ class _MoEOptMixin:
             wanted = next((name for name in wanted.values() if name in KERNELS), IMPLEMENTATION)
         if wanted == IMPLEMENTATION:
             super().set_experts_implementation(IMPLEMENTATION)  # type: ignore[misc]
+        elif wanted == "fused":
+            self.moe_opt.kernel = wanted
         elif wanted in KERNELS:
             self.moe_opt.kernel = self.get_correct_experts_implementation(  # type: ignore[attr-defined]
                 None if wanted == "auto" else wanted

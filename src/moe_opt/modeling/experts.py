@@ -7,6 +7,7 @@ the layer nor the phase, so each experts module carries a `LayerState` that does
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ UNITED_ATTRIBUTE = "united"
 
 _WEIGHTS = ("gate_up_proj", "up_proj", "down_proj")
 _BIASES = ("gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
+_FUSED_TOKENS = 256
 _EXPERT_COUNT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 
 
@@ -107,10 +109,30 @@ def _why_no_layers(model_class: Any, config: Any) -> str:
 
 
 def stock_function(module: nn.Module, kernel: str) -> Callable[..., torch.Tensor]:
-    """The built-in experts function for `kernel`; "eager" is the class's own loop."""
+    """The experts function for `kernel`: "eager" is the class's own loop, "fused" ours, the others Transformers'."""
+    if kernel == "fused":
+        return fused_or_grouped
     if kernel == "eager":
         return type(module).forward.__wrapped__  # type: ignore[attr-defined]
     return ALL_EXPERTS_FUNCTIONS[kernel]
+
+
+def fused_or_grouped(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """Our fused kernel for decode-sized steps on a GPU (or in Triton's interpreter), `grouped_mm` for all others: many
+    tokens, gradients, a CPU, layouts that are not fused. `module` may be an `ExpertsProxy`."""
+    if hidden_states.shape[0] <= _FUSED_TOKENS and not torch.is_grad_enabled() and _may_fuse(hidden_states.device):
+        from moe_opt.modeling.kernels.fused_experts import FusedWeights, fused_experts
+
+        storage = FusedWeights.of(module)
+        if storage is not None:
+            return fused_experts(hidden_states, top_k_index, top_k_weights, storage)
+    return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
+
+
+def _may_fuse(device: torch.device) -> bool:
+    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 class ExpertsProxy:

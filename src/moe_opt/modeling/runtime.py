@@ -549,7 +549,7 @@ class MoERuntime:
         return self._error_per_expert[index]
 
     def _run_delegated(self, module: nn.Module, hidden: torch.Tensor, delegation: Delegation) -> torch.Tensor:
-        kernel = stock_function(module, "batched_mm" if self.kernel == "batched_mm" else "grouped_mm")
+        kernel = stock_function(module, self.kernel if self.kernel in ("batched_mm", "fused") else "grouped_mm")
         ids, weights = delegation
         count = int(module.num_experts)
         child = module._modules.get(UNITED_ATTRIBUTE)

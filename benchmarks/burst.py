@@ -17,6 +17,7 @@ import gzip
 import json
 import math
 import os
+import random
 import statistics
 import tempfile
 import zlib
@@ -70,7 +71,12 @@ async def measure(url: str, args: argparse.Namespace) -> tuple[dict[str, Any], d
         f"exact   {exact}\nbrowned {browned}\ngain {gain:.2f}, objective {slo * 1000:.1f} ms, burst at {multiple:.2f}x"
     )
     plan = dataclasses.replace(
-        plan, stages=(("calm", args.calm, 0.4), ("burst", args.burst, multiple), ("after", args.after, 0.4))
+        plan,
+        stages=(
+            ("calm", args.calm, args.calm_load),
+            ("burst", args.burst, multiple),
+            ("after", args.after, args.calm_load),
+        ),
     )
     requests = burst_requests(pool, plan, exact.requests_per_second)
     runs: dict[str, BurstRun] = {}
@@ -98,9 +104,9 @@ async def measure(url: str, args: argparse.Namespace) -> tuple[dict[str, Any], d
     return result, runs
 
 
-def decode_accuracy(model_dir: str, united: str, ways: int, batch: int, steps: int) -> dict[str, float]:
+def decode_accuracy(model_dir: str, united: str, ways: int, batch: int, steps: int, batches: int) -> dict[str, float]:
     """Next-token accuracy on held-out text, decoded in batches as the server decodes: one token of each of `batch`
-    texts a step, the true token fed back. By threshold."""
+    texts a step, the true token fed back. By threshold, over `batches` such batches."""
     import torch
     from transformers import AutoTokenizer, DynamicCache
 
@@ -122,20 +128,23 @@ def decode_accuracy(model_dir: str, united: str, ways: int, batch: int, steps: i
                 if len(ids) == prefix + steps + 1:
                     rows.append(ids)
                     found += 1
-                if found == math.ceil(batch / 10):
+                if found == math.ceil(batch * batches / 10):
                     break
-    ids = torch.tensor(rows[:batch])
+    random.Random(0).shuffle(rows)  # domains mixed, as in the load
+    parts = [torch.tensor(rows[at : at + batch]) for at in range(0, min(len(rows), batch * batches), batch)]
     accuracy = {}
     for threshold in EDGES:
         model.moe_opt.set_brownout(threshold=threshold, strategy="partial")
-        cache = DynamicCache()
-        right = 0
-        with torch.no_grad():
-            model(ids[:, :prefix], past_key_values=cache)
-            for step in range(prefix, prefix + steps):
-                logits = model(ids[:, step : step + 1], past_key_values=cache).logits[:, -1]
-                right += int((logits.argmax(-1) == ids[:, step + 1]).sum())
-        accuracy[str(threshold)] = right / (steps * len(ids))
+        right = total = 0
+        for ids in parts:
+            cache = DynamicCache()
+            with torch.no_grad():
+                model(ids[:, :prefix], past_key_values=cache)
+                for step in range(prefix, prefix + steps):
+                    logits = model(ids[:, step : step + 1], past_key_values=cache).logits[:, -1]
+                    right += int((logits.argmax(-1) == ids[:, step + 1]).sum())
+                    total += len(ids)
+        accuracy[str(threshold)] = right / total
     return accuracy
 
 
@@ -155,6 +164,7 @@ def main() -> None:
     parser.add_argument("--calm", type=float, default=10.0)
     parser.add_argument("--burst", type=float, default=30.0)
     parser.add_argument("--after", type=float, default=20.0)
+    parser.add_argument("--calm-load", type=float, default=0.25, help="before and after, of the exact capacity")
     parser.add_argument("--settling", type=float, default=8.0, help="seconds of the burst that do not count")
     parser.add_argument("--headroom", type=float, default=0.85)
     parser.add_argument("--out", default=str(RESULTS / "burst.json"))
@@ -178,7 +188,7 @@ def main() -> None:
     result["settings"] = {k: v for k, v in vars(args).items() if k not in ("out", "model", "united")}
     out.write_text(json.dumps({"machine": machine(), **result}, indent=2) + "\n")
     # On the narrow model: same outputs, sooner.
-    accuracy = decode_accuracy(args.model, args.united, args.ways, args.batch, steps=24)
+    accuracy = decode_accuracy(args.model, args.united, args.ways, args.batch, steps=48, batches=16)
     shares = result["token_share_by_threshold"]
     over_run = sum(shares[edge] * accuracy[edge] for edge in shares)
     result["next_token_accuracy_by_threshold"] = accuracy

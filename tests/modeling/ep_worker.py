@@ -41,11 +41,16 @@ def run_case(case: dict[str, Any], rank: int, ranks: int) -> dict[str, Any]:
     model = MoEOptimizedForCausalLM.from_pretrained(case["model"], moe_opt=settings, dtype=torch.float32).eval()
     parallel = model.moe_opt.expert_parallel or model.moe_opt.async_ep
     held = [int(module.down_proj.shape[0]) for _, module in model.moe_opt.layers]
+    found_bytes = [
+        sum(tensor.numel() * tensor.element_size() for tensor in module._parameters.values() if tensor is not None)
+        for _, module in model.moe_opt.layers
+    ]
     if case.get("brownout") is not None:
         united = UnitedExperts.from_pretrained(case["united"])
         moe_opt.attach_united_experts(model, united)
         model.moe_opt.set_brownout(threshold=case["brownout"])
     found: dict[str, Any] = {"held": held, "difference": 0.0, "read": [], "planned": []}
+    found["loaded"], found["bytes"] = getattr(parallel, "bytes_read", None), sum(found_bytes)
     ids = prompts(rank, case["vocabulary"])
     if ids.numel() == 0:
         parallel.idle()

@@ -71,6 +71,7 @@ def test_two_ranks_equal_one_process(tmp_path: Path, family: str) -> None:
             assert result["difference"] < 2e-4, case["settings"]
             slots = case["settings"].get("slots_per_rank", 6 if "replication" in case["settings"] else 4)
             assert result["held"] == [slots] * len(result["held"]), "a rank holds its own experts only"
+            assert result["loaded"] == result["bytes"], "and has read no others"
             for read, planned in zip(result["read"], result["planned"], strict=True):
                 assert planned is None or read == planned
         assert found[-2]["received"] == sum(found[-2]["moved"])

@@ -22,7 +22,7 @@ from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moe_opt.config import KERNELS, MoEOptConfig
-from moe_opt.errors import ConfigError, IncompatibleUnitedExpertsError
+from moe_opt.errors import ConfigError, IncompatibleUnitedExpertsError, UnsupportedModelError
 from moe_opt.modeling.experts import IMPLEMENTATION, check_family
 from moe_opt.modeling.runtime import MoERuntime
 from moe_opt.modeling.united import UnitedExperts, attach_united_experts, holds_united_experts
@@ -42,6 +42,7 @@ class _Request:
     def __init__(self, value: Any, kernels: str | None) -> None:
         self.value = value
         self.kernels = kernels
+        self.reads_shard = False  # a rank of an expert-parallel group reads its own experts only
 
     def resolve(self, saved: Any) -> MoEOptConfig:
         config = MoEOptConfig.resolve(self.value, saved if isinstance(saved, Mapping) else None)
@@ -63,11 +64,13 @@ class _MoEOptMixin:
         self.__dict__[_RUNTIME] = runtime = MoERuntime(self, settings)  # type: ignore[arg-type]
         if settings.async_ep is not None:
             self._leave_experts_out(runtime, settings)
+        elif settings.expert_parallel is not None and request.reads_shard:
+            self._strip(runtime)
         self.set_experts_implementation(IMPLEMENTATION)  # type: ignore[attr-defined]
 
     def _leave_experts_out(self, runtime: MoERuntime, settings: MoEOptConfig) -> None:
         """Before the weights are read: streamed experts are not among them."""
-        from moe_opt.modeling.async_ep import needs_streaming, strip_experts
+        from moe_opt.modeling.async_ep import needs_streaming
         from moe_opt.modeling.experts import expert_tensors
 
         assert settings.async_ep is not None
@@ -89,6 +92,11 @@ class _MoEOptMixin:
                 "the model (%.1f GB) does not fit the free memory of %s: its experts (%.1f GB) are streamed "
                 "(async_ep='offload')", everything / 1e9, device, experts / 1e9,
             )  # fmt: skip
+        self._strip(runtime)
+
+    def _strip(self, runtime: MoERuntime) -> None:
+        from moe_opt.modeling.async_ep import strip_experts
+
         strip_experts(runtime.layers)
         ignored = getattr(self, "_keys_to_ignore_on_load_unexpected", None)
         self._keys_to_ignore_on_load_unexpected = {*(ignored or ()), r"experts\."}
@@ -240,12 +248,17 @@ class MoEOptimizedForCausalLM(_BaseAutoModelClass):
         hub = {key: kwargs[key] for key in _HUB_KEYS if kwargs.get(key) is not None}
         with_info = bool(kwargs.get("output_loading_info"))
         united = _load_named(request, hub)  # before the model's weights: a wrong name should not cost minutes
+        source = str(pretrained_model_name_or_path)
+        request.reads_shard = kwargs.get("device_map") is None and kwargs.get("quantization_config") is None
         token = _REQUEST.set(request)
         try:
             loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
+            if not _read_shard(loaded[0] if with_info else loaded, request, source, hub):
+                request.reads_shard = False  # stored in a way that only Transformers reads: whole, then
+                loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
         finally:
             _REQUEST.reset(token)
-        _finish(loaded[0] if with_info else loaded, united, str(pretrained_model_name_or_path), hub)
+        _finish(loaded[0] if with_info else loaded, united, source, hub)
         return loaded
 
     @classmethod
@@ -296,8 +309,9 @@ def _finish(model: Any, united: UnitedExperts | None, source: str | None, hub: d
     if config.expert_parallel is not None:
         from moe_opt.modeling.expert_parallel import ExpertParallel
 
-        runtime.expert_parallel = ExpertParallel(runtime, config.expert_parallel)
-        runtime.expert_parallel.shard()
+        if runtime.expert_parallel is None:
+            runtime.expert_parallel = ExpertParallel(runtime, config.expert_parallel)
+            runtime.expert_parallel.shard()
     if config.united_experts is None:
         if config.ways is not None:
             raise ConfigError("moe_opt: ways is set but united_experts is not: say where they are")
@@ -316,6 +330,27 @@ def _finish(model: Any, united: UnitedExperts | None, source: str | None, hub: d
         config.united_experts = config.ways = None
         return
     attach_united_experts(model, united)
+
+
+def _read_shard(model: Any, request: _Request, source: str, hub: dict[str, Any]) -> bool:
+    """Give a rank of an expert-parallel group its experts. False if the checkpoint cannot be read expert by expert."""
+    runtime: MoERuntime = model.moe_opt
+    if runtime.config.expert_parallel is None or runtime.config.async_ep is not None or not request.reads_shard:
+        return True
+    from moe_opt.modeling.async_ep import checkpoint_folder
+    from moe_opt.modeling.expert_parallel import ExpertParallel
+    from moe_opt.modeling.expert_source import ExpertSource
+
+    try:
+        experts = ExpertSource(checkpoint_folder(source, hub), runtime.layers)
+    except (UnsupportedModelError, ConfigError) as error:
+        logger.info("every rank reads the whole checkpoint: %s", error)
+        return False
+    parallel = ExpertParallel(runtime, runtime.config.expert_parallel)
+    parallel.load(experts)
+    runtime.expert_parallel = parallel
+    logger.info("rank %d read %.1f MB of experts", parallel.rank, experts.bytes_read / 1e6)
+    return True
 
 
 def _stream_experts(model: Any, runtime: MoERuntime, source: str | None, hub: dict[str, Any]) -> None:

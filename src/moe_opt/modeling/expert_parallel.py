@@ -12,7 +12,7 @@ that has nothing to do.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from moe_opt.modeling.replica_dispatch import (
     split_evenly,
 )
 from moe_opt.modeling.united import weight_fingerprint
+
+if TYPE_CHECKING:
+    from moe_opt.modeling.expert_source import ExpertSource
 
 _PHASES = ("decode", "prefill")  # by number in the header that ranks exchange
 
@@ -83,6 +86,7 @@ class ExpertParallel:
         self._plans: list[LayerPlan | None] = [None] * runtime.num_layers
         self._sizes: list[int] = []
         self._phase = "prefill"
+        self.bytes_read: int | None = None  # of experts, where this rank read its own ones only
         self.activated: list[torch.Tensor | None] = [None] * runtime.num_layers  # bool [E + U, G] of the last step
 
     def _placement(self) -> ExpertPlacement:
@@ -105,6 +109,23 @@ class ExpertParallel:
     def held_experts(self, layer: int) -> list[int]:
         """Ids of the experts whose weights this rank holds, ascending."""
         return self.placement.experts_of(layer, self.rank)
+
+    def load(self, source: ExpertSource) -> None:
+        """Read this rank's experts, and no others, from a checkpoint whose experts were left out so far. The parameters
+        become `[held, ...]`, in id order."""
+        self.runtime.base_fingerprint = weight_fingerprint(self.runtime.layers, source)
+        device = self.runtime._model.device
+        for index, (_, module) in enumerate(self.runtime.layers):
+            held = self.held_experts(index)
+            mine = {}
+            for key in expert_tensor_names(module):
+                whole = module.__dict__.pop(key)
+                mine[key] = torch.empty(len(held), *whole.shape[1:], dtype=whole.dtype, device=device)
+            for slot, expert in enumerate(held):
+                source.read(index, {key: t[slot : slot + 1] for key, t in mine.items()}, expert, expert + 1)
+            for key, tensor in mine.items():
+                module._parameters[key] = nn.Parameter(tensor, False)
+        self.bytes_read = source.bytes_read
 
     def shard(self) -> None:
         """Keep this rank's experts and let go of the others'. The parameters become `[held, ...]`, in id order."""

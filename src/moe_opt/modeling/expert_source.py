@@ -56,6 +56,7 @@ class MappedCheckpoint:
         files = [file for file in files if file.name != "united_experts.safetensors"]
         if not files:
             raise ConfigError(f"{folder} holds no safetensors files to stream experts from")
+        self.bytes_read = 0
         self._maps: list[mmap.mmap] = []
         self._stored: dict[str, _Stored] = {}
         for number, file in enumerate(files):
@@ -91,6 +92,7 @@ class MappedCheckpoint:
             start, stop, shape = start + first * width, start + last * width, (last - first, *shape[1:])
         if stop == start:
             return
+        self.bytes_read += stop - start
         mapped = self._maps[stored.file]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the mapping cannot be written to; nobody does
@@ -100,6 +102,13 @@ class MappedCheckpoint:
         page = mmap.PAGESIZE
         low, high = start // page * page, -(-stop // page) * page
         mapped.madvise(mmap.MADV_DONTNEED, low, min(high, len(mapped)) - low)
+
+    def element(self, key: str, index: int) -> torch.Tensor:
+        """One number of a tensor, by its place in row-major order."""
+        stored = self._stored[key]
+        size = stored.dtype.itemsize
+        raw = bytearray(self._maps[stored.file][stored.start + index * size : stored.start + (index + 1) * size])
+        return torch.frombuffer(raw, dtype=stored.dtype)[0]
 
 
 class ExpertSource:
@@ -136,6 +145,25 @@ class ExpertSource:
             f"{name}.{key}: the checkpoint stores it in a way that weight streaming does not know; load it without "
             "async_ep"
         )
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of weights copied out of the checkpoint so far."""
+        return self._checkpoint.bytes_read
+
+    def elements(self, layer: int, key: str, indices: Sequence[int], per_expert: int) -> torch.Tensor:
+        """Numbers of a layer's tensor by their place in row-major order, `per_expert` of them to an expert; of tensors
+        that are one key or one key per expert."""
+        plan = self._plans[layer][key]
+        found = []
+        for index in indices:
+            expert, rest = divmod(index, per_expert)
+            found.append(
+                self._checkpoint.element(plan, index)
+                if isinstance(plan, str)
+                else self._checkpoint.element(plan[expert][0], rest)
+            )
+        return torch.stack(found)
 
     def read(self, layer: int, out: dict[str, torch.Tensor], first: int = 0, last: int | None = None) -> None:
         """Copy experts first..last of a layer into the rows 0.. of `out`'s tensors."""

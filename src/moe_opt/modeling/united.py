@@ -27,6 +27,7 @@ from moe_opt.modeling.experts import expert_tensor_names, find_moe_layers
 from moe_opt.modeling.united_weights import united_weights
 
 if TYPE_CHECKING:
+    from moe_opt.modeling.expert_source import ExpertSource
     from moe_opt.modeling.runtime import MoERuntime
 
 WEIGHTS_NAME = "united_experts.safetensors"
@@ -376,17 +377,28 @@ def _check_fits(runtime: MoERuntime, united: UnitedExperts, check_base: bool) ->
             )
 
 
-def weight_fingerprint(layers: Sequence[tuple[str, nn.Module]]) -> list[list[float]] | None:
-    """Per layer, 64 values spread over `down_proj`; None where the weights are not in memory."""
+def weight_fingerprint(
+    layers: Sequence[tuple[str, nn.Module]], source: ExpertSource | None = None
+) -> list[list[float]] | None:
+    """Per layer, 64 values spread over `down_proj`; None where the weights are not in memory.
+
+    Args: source: where they are read from, if they are not in the modules.
+    """
     out = []
-    for _, module in layers:
+    for index, (_, module) in enumerate(layers):
         weight = module.down_proj.detach()
-        if weight.device.type == "meta" or not weight.is_floating_point():
+        if not weight.is_floating_point():
             return None
-        flat = weight.reshape(-1)
-        step = max(1, flat.numel() // _FINGERPRINT_SAMPLES)
+        step = max(1, weight.numel() // _FINGERPRINT_SAMPLES)
+        if source is not None:
+            places = list(range(0, weight.numel(), step))[:_FINGERPRINT_SAMPLES]
+            values = source.elements(index, "down_proj", places, weight[0].numel()).to(weight.dtype)
+        elif weight.device.type == "meta":
+            return None
+        else:
+            values = weight.reshape(-1)[::step][:_FINGERPRINT_SAMPLES]
         # Rounding leaves the comparison as it is and keeps the JSON readable.
-        out.append([float(f"{v:.5g}") for v in flat[::step][:_FINGERPRINT_SAMPLES].float().tolist()])
+        out.append([float(f"{v:.5g}") for v in values.float().tolist()])
     return out
 
 

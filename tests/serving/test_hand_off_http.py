@@ -22,9 +22,9 @@ PREFILL = {
 def pair(demo_model_dir):
     flags = ("--model-id", str(demo_model_dir), "--dtype", "float32", "--max-total-tokens", "512")
     with (
-        running_server(*flags, "--role", "prefill", "--kv-transfer-expiry", "2") as prefill,
-        running_server(*flags, "--role", "decode") as decode,
-        running_server(*flags, "--role", "decode", "--kv-shared-memory", "false") as remote,
+        running_server(*flags, "--kv-role", "prefill", "--kv-transfer-expiry", "2") as prefill,
+        running_server(*flags, "--kv-role", "decode") as decode,
+        running_server(*flags, "--kv-role", "decode", "--kv-shared-memory", "false") as remote,
     ):
         yield prefill, decode, remote
 

@@ -29,6 +29,7 @@ def test_every_flag_has_an_environment_variable():
             "experts_kernels": "eager",
             "brownout_layers": "1-3",
             "cors_allow_origin": "a,b",
+            "kv_role": "decode",
         }.get(flag.key, texts.get(getattr(flag.parse, "__name__", ""), "true"))
         if flag.key == "max_input_length":
             continue

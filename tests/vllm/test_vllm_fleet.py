@@ -176,7 +176,7 @@ def test_our_worker_goes_on_when_vllms_is_lost(vllm, tmp_path):
     port = free_port()
     ours = f"http://127.0.0.1:{port}"
     command = [sys.executable, "-m", "moe_opt.serving.serve_command", "--model-id", DEMO, "--dtype", "float32"]
-    command += ["--role", "decode", "--hostname", "127.0.0.1", "--port", str(port)]
+    command += ["--kv-role", "decode", "--hostname", "127.0.0.1", "--port", str(port)]
     with (
         running(command, tmp_path / "ours.log", ours + "/health"),
         router(tmp_path, "--prefill", prefill, "--decode", f"theirs={decode}", "--decode", f"ours={ours}") as fleet,

@@ -73,7 +73,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("revision", str, None, "revision of the Hub repository"),
     Flag("dtype", _one_of(*DTYPES), "auto", "auto (the checkpoint's), float16, bfloat16 or float32"),
     Flag("device", str, None, "cpu, cuda, cuda:0, ...; default: cuda if there is one"),
-    Flag("threads", int, None, "CPU threads of the model; default: OMP_NUM_THREADS, else all cores but one"),
+    Flag("cpu-threads", int, None, "CPU threads of the model; default: OMP_NUM_THREADS, else all cores but one"),
     Flag("trust-remote-code", _flag, False, "run code from the model's repository"),
     Flag("tokenizer-config-path", str, None, "tokenizer_config.json whose chat_template replaces the model's"),
     # addresses
@@ -107,7 +107,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("cuda-graphs", _flag, True, "capture decode steps (CUDA)"),
     Flag("experts-kernels", _one_of(*KERNELS), "auto", "kernel of the experts where nothing browns out"),
     # prefill and decode on different workers
-    Flag("role", _one_of("prefill", "decode", "both"), None, "worker of a fleet: hand KV to and take it from others"),
+    Flag("kv-role", _one_of("prefill", "decode", "both"), None, "worker of a fleet: hands KV on or takes it"),
     Flag("kv-host", str, None, "address under which other workers reach this one; default: hostname, or 127.0.0.1"),
     Flag("kv-transfer-memory", int, 1 << 30, "bytes of handed-over KV that may wait to be fetched"),
     Flag("kv-transfer-expiry", float, 120.0, "seconds that handed-over KV waits to be fetched"),

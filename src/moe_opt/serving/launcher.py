@@ -89,7 +89,7 @@ class LocalWorker:
         self._ready.clear()
         command = [
             sys.executable, "-m", "moe_opt.serving.serve_command", "--model-id", self.plan.model_id,
-            "--hostname", "127.0.0.1", "--port", str(self.port), "--role", self.role, *self.plan.flags,
+            "--hostname", "127.0.0.1", "--port", str(self.port), "--kv-role", self.role, *self.plan.flags,
         ]  # fmt: skip
         environment = {**os.environ, "OMP_NUM_THREADS": str(self.plan.cores_each), "PYTHONUNBUFFERED": "1"}
         # A group of its own: Ctrl-C is for the launcher, which ends its workers in order.

@@ -10,8 +10,8 @@ from moe_opt.serving.router_flags import add_router_arguments, listen, router_se
 
 HELP = "route requests to prefill and decode workers, ours or vLLM's"
 EXAMPLE = """
-moe-opt serve --model-id examples/demo_model --role prefill --port 8100 &
-moe-opt serve --model-id examples/demo_model --role decode --port 8200 &
+moe-opt serve --model-id examples/demo_model --kv-role prefill --port 8100 &
+moe-opt serve --model-id examples/demo_model --kv-role decode --port 8200 &
 moe-opt router --prefill http://127.0.0.1:8100 --decode http://127.0.0.1:8200 --policy br-0 --port 8080
 """
 

@@ -56,7 +56,7 @@ def serve(values: dict[str, Any], sockets: list[socket.socket]) -> int:
         MoEOptError, OSError: the model or united experts cannot be served.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    _set_threads(values["threads"])
+    _set_threads(values["cpu_threads"])
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(values, sockets))
 
@@ -69,7 +69,7 @@ def _set_threads(wanted: int | None) -> None:
         ConfigError: fewer than one.
     """
     if wanted is not None and wanted < 1:
-        raise ConfigError(f"--threads must be at least 1, got {wanted}")
+        raise ConfigError(f"--cpu-threads must be at least 1, got {wanted}")
     if wanted is None and not os.environ.get("OMP_NUM_THREADS"):
         wanted = max(1, len(os.sched_getaffinity(0)) - 1 if hasattr(os, "sched_getaffinity") else 1)
     if wanted is not None:
@@ -168,7 +168,7 @@ def _engine_config(values: dict[str, Any]) -> EngineConfig:
 
 
 def _kv_transfer(values: dict[str, Any], port: int) -> KVTransfer | None:
-    if values["role"] is None:
+    if values["kv_role"] is None:
         return None
     host = values["kv_host"] or values["hostname"]
     settings = TransferSettings(
@@ -229,7 +229,7 @@ def build_state(values: dict[str, Any], model: Any, tokenizer: Any, port: int = 
         control=control,
         tracer=Tracer(values["otlp_endpoint"], values["otlp_service_name"]),
         kv=_kv_transfer(values, port),
-        role=values["role"],
+        role=values["kv_role"],
         max_batch_size=values["max_batch_size"],
         api_key=values["api_key"],
         cors_allow_origin=values["cors_allow_origin"],

@@ -61,7 +61,7 @@ def note_hand_off(request: web.Request, state: ApiState, body: HandOffFields, *,
     if prefill and ticket:
         raise validation_error("`kv_transfer_params` asks for do_remote_decode and do_remote_prefill at once")
     if (prefill or ticket) and state.kv is None:
-        raise validation_error("this server hands no KV on: start it with --role prefill, decode or both")
+        raise validation_error("this server hands no KV on: start it with --kv-role prefill, decode or both")
     if (prefill or ticket or ids) and not single:
         raise validation_error("`kv_transfer_params` needs a request of one sequence, without tools")
     if prefill and stream:

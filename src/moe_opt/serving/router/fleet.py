@@ -211,7 +211,7 @@ class Fleet:
         if isinstance(about, dict) and "moe_opt" in about:
             own = about["moe_opt"]
             if own["role"] is None:
-                raise ValueError("it was started without --role and hands no KV on")
+                raise ValueError("it was started without --kv-role and hands no KV on")
             handle.kind, handle.model, handle.pid = "moe_opt", about["model_id"], own["pid"]
             handle.state.kv_capacity = own["kv_capacity"]
             if handle.spec.max_running is None:

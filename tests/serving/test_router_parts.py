@@ -96,13 +96,20 @@ def test_where_a_worker_gives_up_is_found():
         ("/v1/completions", {"prompt": "a", "n": 2}, False, False),
         ("/v1/chat/completions", {"messages": []}, True, False),
         ("/v1/chat/completions", {"messages": [], "tools": [{}]}, False, False),
-        ("/v1/completions", {"prompt": "a", "kv_transfer_params": {"do_remote_decode": True}}, False, False),
         ("/tokenize", {"inputs": "a"}, False, False),
     ],
 )
 def test_which_requests_are_split(path, body, splits, stream):
     found = call(path, **body)
     assert (found.splits, found.stream) == (splits, stream)
+
+
+def test_a_clients_own_tickets_are_dropped():
+    """They name an address that a worker would fetch from."""
+    body = {"prompt": ["a", "b"], "kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}}
+    found = call("/v1/completions", **body)
+    assert json.loads(found.raw) == found.body == {"prompt": ["a", "b"]}
+    assert call("/v1/completions", prompt="a", kv_transfer_params={"do_remote_decode": True}).splits
 
 
 @given(st.binary(max_size=60))

@@ -74,9 +74,11 @@ def parse_call(path: str, raw: bytes) -> Call:
     if not isinstance(body, dict):
         return Call(path, raw, dialect, None, path == "/generate_stream", False, "")
     stream = path == "/generate_stream" or (path != "/generate" and body.get("stream") is True)
+    if "kv_transfer_params" in body:  # a ticket names an address that a worker would fetch from: ours alone count
+        del body["kv_transfer_params"]
+        raw = json.dumps(body).encode()
     splits, text = _SPLITS[dialect](body) if dialect in _SPLITS else (False, "")
-    # A body that brings its own hand-off was sent by another router: it knows what it wants.
-    return Call(path, raw, dialect, body, stream, splits and not body.get("kv_transfer_params"), text)
+    return Call(path, raw, dialect, body, stream, splits, text)
 
 
 def _tgi(body: Mapping[str, Any]) -> tuple[bool, str]:

@@ -18,7 +18,7 @@ from moe_opt.errors import MoEOptError
 
 # name -> (module, one line for `moe-opt --help`)
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("moe_opt.demo.command", "see brownout work on the demo model"),
+    "demo": ("moe_opt.demo.command", "see brownout and a fleet work on the demo model"),
     "eval": (
         "moe_opt.evaluation.command",
         "accuracy lost and experts saved, over ways x thresholds x strategies",

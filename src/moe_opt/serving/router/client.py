@@ -28,6 +28,7 @@ class EventScanner:
             self._last = (b'"generated_text":"',)
         elif call.dialect == "chat":  # some clients of TGI cannot read [DONE] and do not get it
             self._last = (b"data: [DONE]", b'"finish_reason":"')
+        self._last = (*self._last, b'data: {"error"')
         self.tokens = 0
         self.over = False
 
@@ -45,7 +46,9 @@ class EventScanner:
             chunk, self._tail = chunk[:end], chunk[end:]
         self.tokens += chunk.count(b"data: {")
         if not self.over:
-            self.over = any(sign in chunk for sign in self._last) or b'data: {"error"' in chunk
+            for sign in self._last:  # a generator would cost more than the search
+                if sign in chunk:
+                    self.over = True
         return chunk
 
 

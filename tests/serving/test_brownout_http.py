@@ -5,8 +5,7 @@ import time
 
 import pytest
 import requests
-
-from conftest import running_server
+from servers import running_server
 
 PROMPT = "The patient should take"
 

@@ -7,8 +7,7 @@ import time
 import numpy as np
 import pytest
 import requests
-
-from conftest import running_server
+from servers import running_server
 
 DEMO = "examples/demo_model"
 PROMPT = "The old lighthouse keeper climbed the stairs and"

@@ -12,8 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import requests
-
-from conftest import running_server
+from servers import running_server
 
 PROMPT = "Once upon a time"
 

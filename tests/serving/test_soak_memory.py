@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import requests
-
-from conftest import running_server
+from servers import running_server
 
 MINUTES = float(os.environ.get("MOE_OPT_SOAK_MINUTES", "20"))
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(60 * (MINUTES + 5))]

@@ -51,6 +51,7 @@ EVERYDAY = not matrix and not soak and not gpu and not vllm
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist worksteal -m "$(EVERYDAY)" $(ARGS)
 
+test-matrix test-soak: export MOE_OPT_HYPOTHESIS ?= explore
 test-matrix: $(VENV)/.installed-dev $(VENV)-oldest/.installed
 	$(BIN)/python -m pytest -q -n $(JOBS) -m matrix $(ARGS)
 	$(VENV)-oldest/bin/python -m pytest -q -n $(JOBS) -m "matrix or ($(EVERYDAY))" tests/modeling $(ARGS)

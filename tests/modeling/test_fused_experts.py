@@ -36,6 +36,16 @@ def storage(slots, width, inner, activation, transposed, biased, dtype, seed):
     )  # fmt: skip
 
 
+def assert_equal_but_for_rounding(found, *inputs):
+    """In bf16 what gate/up leaves is rounded once, here and there, from sums in another order, and down's sum may cancel.
+
+    The error goes with the size of down's terms, so each element is held to one rounding of those.
+    """
+    expected, sizes = fused_experts_reference(*inputs), fused_experts_reference(*inputs, sizes=True)
+    error, allowed = (found.float() - expected.float()).abs(), 2.0**-7 * (sizes + expected.abs()) + 1e-5
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
 @interpreter
 @settings(max_examples=30, deadline=None)
 @given(
@@ -62,10 +72,11 @@ def test_equals_the_reference(
     gates = torch.rand(tokens, top_k, generator=generator)
     hidden = torch.randn(tokens, width, generator=generator).to(dtype)
     found = fused_experts(hidden, ids, gates, weights, remap)
-    expected = fused_experts_reference(hidden, ids, gates, weights, remap)
-    # in bf16 what gate/up leaves is rounded once, here and there, from sums in another order
-    close = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 0.02, "rtol": 0.02}
-    torch.testing.assert_close(found, expected, **close)
+    if dtype == torch.float32:
+        expected = fused_experts_reference(hidden, ids, gates, weights, remap)
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+        return
+    assert_equal_but_for_rounding(found, hidden, ids, gates, weights, remap)
 
 
 @interpreter
@@ -173,8 +184,7 @@ def test_on_a_gpu_and_in_a_graph(tokens, slots, top_k, width, inner, activation)
     gates = torch.rand(tokens, top_k, device="cuda")
     found = fused_experts(hidden, ids, gates, weights)
     some = slice(0, min(tokens, 4))
-    expected = fused_experts_reference(hidden[some].cpu(), ids[some].cpu(), gates[some].cpu(), cpu)
-    torch.testing.assert_close(found[some].cpu(), expected, atol=0.05, rtol=0.05)
+    assert_equal_but_for_rounding(found[some].cpu(), hidden[some].cpu(), ids[some].cpu(), gates[some].cpu(), cpu)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         again = fused_experts(hidden, ids, gates, weights)

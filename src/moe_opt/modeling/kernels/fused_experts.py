@@ -155,8 +155,12 @@ def fused_experts_reference(
     weights: torch.Tensor,
     storage: FusedWeights,
     slot_of_expert: torch.Tensor | None = None,
+    sizes: bool = False,
 ) -> torch.Tensor:
-    """What `fused_experts` computes, assignment by assignment."""
+    """What `fused_experts` computes, assignment by assignment.
+
+    With `sizes`, the absolute values of the terms that down adds up, in float32: what a rounding error is measured by.
+    """
     if slot_of_expert is not None:
         known = (ids >= 0) & (ids < slot_of_expert.shape[0])
         ids = torch.where(known, slot_of_expert[ids.clamp(0, slot_of_expert.shape[0] - 1)], -1)
@@ -172,11 +176,15 @@ def fused_experts_reference(
             if storage.gate_up_bias is not None:
                 inner = inner + storage.gate_up_bias[slot].float()
             gate, up = (inner[::2], inner[1::2]) if storage.interleaved else inner.chunk(2)
-            inner = _activate(gate, up, storage).to(hidden.dtype).float() @ down
+            inner = _activate(gate, up, storage).to(hidden.dtype).float()
+            if sizes:
+                out[token] += weight * (inner.abs() @ down.abs())
+                continue
+            inner = inner @ down
             if storage.down_bias is not None:
                 inner = inner + storage.down_bias[slot].float()
             out[token] += weight * inner
-    return out.to(hidden.dtype)
+    return out if sizes else out.to(hidden.dtype)
 
 
 def _activate(gate: torch.Tensor, up: torch.Tensor, storage: FusedWeights) -> torch.Tensor:

@@ -37,7 +37,7 @@ def storage(slots, width, inner, activation, transposed, biased, dtype, seed):
 
 
 def assert_equal_but_for_rounding(found, *inputs):
-    """In bf16 what gate/up leaves is rounded once, here and there, from sums in another order, and down's sum may cancel.
+    """In bf16 what gate/up leaves is rounded once, here and there, from sums in another order; down's sum may cancel.
 
     The error goes with the size of down's terms, so each element is held to one rounding of those.
     """

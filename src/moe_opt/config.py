@@ -127,7 +127,7 @@ class MoEOptConfig:
         expert_parallel: METRO's expert-parallel forward: True, a dict or an `ExpertParallelConfig`; None is off. Needs
             one process per rank (torchrun).
         kernels: the experts kernel that runs wherever nothing is browned out: "auto" takes what Transformers would;
-            "fused" is our own for decode-sized steps on a GPU, and `grouped_mm` elsewhere.
+            "fused" is our own for decode-sized steps (Triton on a GPU, C++ on a CPU) and `grouped_mm` for larger ones.
 
     Raises:
         ConfigError: an unknown key, a value out of range, or a feature that this version does not have.

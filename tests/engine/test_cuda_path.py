@@ -13,7 +13,8 @@ from tiny_engines import finish_of, generated, make_engine, make_model, request,
 from moe_opt import UnitedExperts, attach_united_experts, detach_united_experts
 from moe_opt.serving.engine import attention_cuda, model_runner
 from moe_opt.serving.engine.attention import GatherAttention, LayerKV, RunsAttention, Span
-from moe_opt.serving.engine.attention_cuda import VarlenAttention, choose_backend
+from moe_opt.serving.engine.attention_choice import choose_backend
+from moe_opt.serving.engine.attention_cuda import VarlenAttention
 from moe_opt.serving.engine.cuda_graphs import DecodeGraphs, Forward
 
 CPU = torch.device("cpu")

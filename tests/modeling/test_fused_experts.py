@@ -14,10 +14,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from moe_opt import MoEOptimizedForCausalLM, UnitedExperts, attach_united_experts
 from moe_opt.errors import ConfigError
 from moe_opt.modeling.experts import find_moe_layers
+from moe_opt.modeling.kernels.storage import ACTIVATIONS, FusedWeights, experts_reference
 
 kernels = pytest.importorskip("moe_opt.modeling.kernels.fused_experts", reason="needs triton")
-ACTIVATIONS, FusedWeights = kernels.ACTIVATIONS, kernels.FusedWeights
-fused_experts, fused_experts_reference = kernels.fused_experts, kernels.fused_experts_reference
+fused_experts = kernels.fused_experts
 interpreter = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="runs in Triton's interpreter")
 
 
@@ -41,7 +41,7 @@ def assert_equal_but_for_rounding(found, *inputs):
 
     The error goes with the size of down's terms, so each element is held to one rounding of those.
     """
-    expected, sizes = fused_experts_reference(*inputs), fused_experts_reference(*inputs, sizes=True)
+    expected, sizes = experts_reference(*inputs), experts_reference(*inputs, sizes=True)
     error, allowed = (found.float() - expected.float()).abs(), 2.0**-7 * (sizes + expected.abs()) + 1e-5
     assert (error <= allowed).all(), (error / allowed).max()
 
@@ -73,7 +73,7 @@ def test_equals_the_reference(
     hidden = torch.randn(tokens, width, generator=generator).to(dtype)
     found = fused_experts(hidden, ids, gates, weights, remap)
     if dtype == torch.float32:
-        expected = fused_experts_reference(hidden, ids, gates, weights, remap)
+        expected = experts_reference(hidden, ids, gates, weights, remap)
         torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
         return
     assert_equal_but_for_rounding(found, hidden, ids, gates, weights, remap)

@@ -120,19 +120,34 @@ def stock_function(module: nn.Module, kernel: str) -> Callable[..., torch.Tensor
 def fused_or_grouped(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Our fused kernel for decode-sized steps on a GPU (or in Triton's interpreter), `grouped_mm` for all others: many
-    tokens, gradients, a CPU, layouts that are not fused. `module` may be an `ExpertsProxy`."""
-    if hidden_states.shape[0] <= _FUSED_TOKENS and not torch.is_grad_enabled() and _may_fuse(hidden_states.device):
-        from moe_opt.modeling.kernels.fused_experts import FusedWeights, fused_experts
-
-        storage = FusedWeights.of(module)
-        if storage is not None:
-            return fused_experts(hidden_states, top_k_index, top_k_weights, storage)
+    """Our fused kernels for decode-sized steps: Triton on a GPU, C++ on a CPU. `grouped_mm` for everything else: many
+    tokens, gradients, compiled graphs, layouts that are not fused. `module` may be an `ExpertsProxy`."""
+    if not torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        fused = _fused_on_cpu if hidden_states.device.type == "cpu" else _fused_in_triton
+        out = fused(module, hidden_states, top_k_index, top_k_weights)
+        if out is not None:
+            return out
     return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
 
 
-def _may_fuse(device: torch.device) -> bool:
-    return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+def _fused_on_cpu(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
+    from moe_opt.modeling.kernels.native_experts import native_experts_or_none
+
+    out = native_experts_or_none(module, hidden, ids, weights)
+    if out is None and os.environ.get("TRITON_INTERPRET") == "1":
+        return _fused_in_triton(module, hidden, ids, weights)
+    return out
+
+
+def _fused_in_triton(
+    module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor | None:
+    if hidden.shape[0] > _FUSED_TOKENS:
+        return None
+    from moe_opt.modeling.kernels.fused_experts import FusedWeights, fused_experts
+
+    storage = FusedWeights.of(module)
+    return None if storage is None else fused_experts(hidden, ids, weights, storage)
 
 
 class ExpertsProxy:

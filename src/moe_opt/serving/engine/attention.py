@@ -259,7 +259,7 @@ class RunsAttention:
         pieces: dict[tuple[int, int], _Piece] = {}
         gathered = []
         for row, span in enumerate(self._singles):
-            runs = _visible(span, span.length - window if window is not None else 0)
+            runs = visible_runs(span, span.length - window if window is not None else 0)
             if len(runs) > _MAX_RUNS:
                 gathered.append((row, _slots_of(runs)))
                 continue
@@ -302,7 +302,7 @@ class RunsAttention:
 
     def _read(self, layer: LayerKV, span: Span, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [1, kv_heads, length - first, dim] of a sequence's tokens from `first` on."""
-        runs = _visible(span, first)
+        runs = visible_runs(span, first)
         if len(runs) == 1:
             start, tokens = runs[0]
             pair = layer.keys[start : start + tokens], layer.values[start : start + tokens]
@@ -312,7 +312,7 @@ class RunsAttention:
         return pair[0].transpose(0, 1).unsqueeze(0), pair[1].transpose(0, 1).unsqueeze(0)
 
 
-def _visible(span: Span, first: int) -> list[tuple[int, int]]:
+def visible_runs(span: Span, first: int) -> list[tuple[int, int]]:
     """The span's runs from its token `first` on."""
     if first <= 0:
         return span.runs

@@ -15,7 +15,8 @@ from moe_opt.modeling.runtime import PHASES, StepStats
 from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.modeling.scoring import score_items
 from moe_opt.serving.engine.attention import IMPLEMENTATION, AttentionBackend, Span
-from moe_opt.serving.engine.attention_cuda import VarlenAttention, choose_backend
+from moe_opt.serving.engine.attention_choice import choose_backend
+from moe_opt.serving.engine.attention_cuda import VarlenAttention
 from moe_opt.serving.engine.config import EngineConfig
 from moe_opt.serving.engine.cuda_graphs import DecodeGraphs
 from moe_opt.serving.engine.expert_counts import PageExpertCounts

@@ -91,7 +91,8 @@ def load_model(values: dict[str, Any]) -> tuple[Any, Any]:
     device = values["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     settings = MoEOptConfig(
         brownout_layers=None if values["brownout_layers"] is None else list(values["brownout_layers"]),
-        kernels=values["experts_kernels"],
+        # our own decode kernels; where they cannot be compiled, Transformers' run
+        kernels="fused" if values["experts_kernels"] == "auto" and device == "cpu" else values["experts_kernels"],
     )
     if values["united_experts"] is not None:
         settings.united_experts, settings.ways = values["united_experts"], values["ways"]

@@ -17,7 +17,7 @@ from moe_opt.modeling.kernels.native import library
 from moe_opt.modeling.kernels.storage import ACTIVATIONS, FusedWeights
 
 # Beyond this many tokens per expert torch's blocked matrix products win; see benchmarks/native_experts.py.
-MAX_TOKENS_PER_EXPERT = 24
+MAX_TOKENS_PER_EXPERT = 10000
 
 _REMEMBERED = 8
 _DTYPES = {getattr(torch, name): index for index, name in enumerate(library.DTYPES)}

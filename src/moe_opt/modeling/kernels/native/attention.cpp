@@ -25,6 +25,7 @@ namespace {
 
 constexpr int64_t kBlock = 256;    // tokens of a running softmax step
 constexpr int64_t kWidest = 1024;  // widest value
+constexpr int64_t kAhead = 16;     // tokens whose keys are asked for ahead of time
 
 template <typename T>
 void store(const MoeOptKV& kv, const MoeOptRows& key, const MoeOptRows& value, const int64_t* slots, int64_t tokens) {
@@ -45,11 +46,14 @@ void score_rows(const T* const* q, const T* keys, int64_t stride, int64_t count,
   constexpr int N = dot_columns<M>();
   for (int64_t t = 0; t < count; t += N) {
     const T* b[N];
-    for (int i = 0; i < N; ++i) b[i] = keys + std::min(t + i, count - 1) * stride;
+    for (int i = 0; i < N; ++i) {
+      b[i] = keys + std::min(t + i, count - 1) * stride;
+      prefetch(b[i] + kAhead * stride, dim * static_cast<int64_t>(sizeof(T)));
+    }
     float tile[16];
     dot_tile<M>(q, b, dim, tile);
-    for (int m = 0; m < M; ++m)
-      for (int i = 0; i < N && t + i < count; ++i) scores[m * kBlock + t + i] = scale * tile[m * N + i];
+    for (int m = 0; m < M; ++m)  // behind the last token too: kBlock is a multiple of N
+      for (int i = 0; i < N; ++i) scores[m * kBlock + t + i] = scale * tile[m * N + i];
   }
 }
 
@@ -84,8 +88,7 @@ void attend(const MoeOptKV& kv, const T* const* q, int64_t head, const int64_t* 
       const float* shares[M];
       for (int m = 0; m < M; ++m) {
         float* row = scores + m * kBlock;
-        float peak = highest[m];
-        for (int64_t t = 0; t < count; ++t) peak = std::max(peak, row[t]);
+        const float peak = largest(row, count, highest[m]);
         if (peak > highest[m]) {
           const float shrink = std::exp(highest[m] - peak);
           total[m] *= shrink;
@@ -97,8 +100,7 @@ void attend(const MoeOptKV& kv, const T* const* q, int64_t head, const int64_t* 
       }
       add_values<M>(shares, static_cast<const T*>(kv.values) + from, kv.slot_stride, count, kv.value_dim, sums);
     }
-  for (int m = 0; m < M; ++m)
-    for (int64_t d = 0; d < kv.value_dim; ++d) from_float(sums[m][d] / total[m], out[m][d]);
+  for (int m = 0; m < M; ++m) round_to(sums[m], 1 / total[m], kv.value_dim, out[m]);
 }
 
 template <typename T>

@@ -3,9 +3,11 @@
 // Assignments are listed by expert; a task owns a tile of one expert's weights, reads it once and applies it to all
 // tokens of that expert. Rows of a token are added up in the order of its assignments, so that equal inputs give equal
 // outputs with any number of threads. `experts_reference` (storage.py) says the same in torch.
+#include <memory>
 #include <new>
 #include <vector>
 
+#include "amx.h"
 #include "tiles.h"
 
 using namespace moe_opt;
@@ -22,7 +24,9 @@ struct MoeOptExperts {
 
 namespace {
 
-constexpr int kBlock = 64;  // columns of a task
+constexpr int kBlock = 256;           // columns of a task
+constexpr int kFewest = 3;            // tokens for which packing pays
+constexpr int64_t kAhead = 1 << 12;  // bytes of a weight that are asked for ahead of time, at most
 
 struct Lists {
   std::vector<int64_t> active, first, assignments;  // slots with tokens; where each one's list begins; token * top_k + j
@@ -61,29 +65,44 @@ void multiply_rows(const T* const* a, const T* weight, bool transposed, int64_t 
   for (int n = 0; n < columns; n += N) {
     const T* b[N];
     for (int i = 0; i < N; ++i) b[i] = weight + (from + std::min(n + i, columns - 1)) * k;
+    prefetch(b[0] + N * k, std::min<int64_t>(N * k * sizeof(T), kAhead));
     float tile[16];
     dot_tile<M>(a, b, k, tile);
-    for (int m = 0; m < M; ++m)
-      for (int i = 0; i < N && n + i < columns; ++i) products[m * ld + n + i] = tile[m * N + i];
+    for (int m = 0; m < M; ++m)  // behind the last column too: rows of products are a multiple of 16 long
+      for (int i = 0; i < N; ++i) products[m * ld + n + i] = tile[m * N + i];
   }
 }
 
+struct Range {
+  int64_t from;  // first row of the weight
+  float* products;
+};
+
+// products[m * ld + n] of `count` rows with `columns` rows of a weight, for each of one or two ranges of such rows.
 template <typename T>
-void multiply(const T* const* a, int count, const T* weight, bool transposed, int64_t outputs, int64_t k, int64_t from,
-              int columns, float* products, int ld) {
-  int m = 0;
-  for (; m + 4 <= count; m += 4)
-    multiply_rows<4>(a + m, weight, transposed, outputs, k, from, columns, products + m * ld, ld);
-  if (count - m == 3) {
-    const T* padded[4] = {a[m], a[m + 1], a[m + 2], a[m + 2]};
-    float four[4 * 2 * kBlock];
-    multiply_rows<4>(padded, weight, transposed, outputs, k, from, columns, four, 2 * kBlock);
-    for (int i = 0; i < 3; ++i)
-      std::memcpy(products + (m + i) * ld, four + i * 2 * kBlock, sizeof(float) * static_cast<size_t>(columns));
-  } else if (count - m == 2) {
-    multiply_rows<2>(a + m, weight, transposed, outputs, k, from, columns, products + m * ld, ld);
-  } else if (count - m == 1) {
-    multiply_rows<1>(a + m, weight, transposed, outputs, k, from, columns, products + m * ld, ld);
+void multiply(const T* const* a, int count, const T* weight, bool transposed, int64_t outputs, int64_t k,
+              const Range* ranges, int number, int columns, int ld) {
+#ifdef MOE_OPT_AMX
+  if constexpr (std::is_same_v<T, bf16>) {
+    if (count >= kFewest && !transposed && PackedRows::takes(k, columns)) {
+      PackedRows packed(a, count, k);
+      for (int r = 0; r < number; ++r)
+        packed.multiply(weight + ranges[r].from * k, columns, ranges[r].products, ld);
+      return;
+    }
+  }
+#endif
+  for (int r = 0; r < number; ++r) {
+    const int64_t from = ranges[r].from;
+    float* products = ranges[r].products;
+    int m = 0;
+    for (; m + 4 <= count; m += 4)
+      multiply_rows<4>(a + m, weight, transposed, outputs, k, from, columns, products + m * ld, ld);
+    if (m + 2 <= count) {
+      multiply_rows<2>(a + m, weight, transposed, outputs, k, from, columns, products + m * ld, ld);
+      m += 2;
+    }
+    if (m < count) multiply_rows<1>(a + m, weight, transposed, outputs, k, from, columns, products + m * ld, ld);
   }
 }
 
@@ -93,7 +112,7 @@ inline void activate(const MoeOptExperts& layer, float* gate, const float* up, i
       int at = 0;
 #ifdef MOE_OPT_AVX512
       for (; at < count; at += 16) {
-        __mmask16 some = count - at >= 16 ? 0xffff : (1u << (count - at)) - 1;
+        __mmask16 some = first_lanes(count - at);
         __m512 g = _mm512_maskz_loadu_ps(some, gate + at), u = _mm512_maskz_loadu_ps(some, up + at);
         // e^-g overflows to infinity below -88, and g / infinity is the 0 that silu has there
         __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), g));
@@ -127,29 +146,31 @@ void gate_up_task(Call<T>& call, int64_t which, int64_t from) {
   const T* weight = static_cast<const T*>(layer.gate_up) + slot * 2 * inner * width;
   const T* bias = layer.gate_up_bias ? static_cast<const T*>(layer.gate_up_bias) + slot * 2 * inner : nullptr;
   const int columns = static_cast<int>(std::min<int64_t>(kBlock, inner - from));
-  const bool transposed = layer.transposed;
-  float products[kRows * 2 * kBlock], gate[kBlock], up[kBlock];
+  float products[kRows * 2 * kBlock], apart[2 * kBlock];
   for (int64_t begin = call.lists.first[which]; begin < call.lists.first[which + 1]; begin += kRows) {
     const int count = static_cast<int>(std::min<int64_t>(kRows, call.lists.first[which + 1] - begin));
     const T* a[kRows];
     for (int m = 0; m < count; ++m) a[m] = call.hidden + call.lists.assignments[begin + m] / call.top_k * width;
     if (layer.interleaved) {
-      multiply(a, count, weight, transposed, 2 * inner, width, 2 * from, 2 * columns, products, 2 * kBlock);
+      const Range both{2 * from, products};
+      multiply(a, count, weight, layer.transposed, 2 * inner, width, &both, 1, 2 * columns, 2 * kBlock);
     } else {
-      multiply(a, count, weight, transposed, 2 * inner, width, from, columns, products, 2 * kBlock);
-      multiply(a, count, weight, transposed, 2 * inner, width, inner + from, columns, products + kBlock, 2 * kBlock);
+      const Range each[2] = {{from, products}, {inner + from, products + kBlock}};
+      multiply(a, count, weight, layer.transposed, 2 * inner, width, each, 2, columns, 2 * kBlock);
     }
     for (int m = 0; m < count; ++m) {
-      const float* row = products + m * 2 * kBlock;
-      for (int n = 0; n < columns; ++n) {
-        const int64_t g = layer.interleaved ? 2 * (from + n) : from + n, u = layer.interleaved ? g + 1 : g + inner;
-        gate[n] = layer.interleaved ? row[2 * n] : row[n];
-        up[n] = layer.interleaved ? row[2 * n + 1] : row[kBlock + n];
-        if (bias) gate[n] += to_float(bias[g]), up[n] += to_float(bias[u]);
+      float *gate = products + m * 2 * kBlock, *up = gate + kBlock;
+      if (layer.interleaved) {
+        for (int n = 0; n < columns; ++n) apart[n] = gate[2 * n], apart[kBlock + n] = gate[2 * n + 1];
+        gate = apart, up = apart + kBlock;
       }
+      if (bias)
+        for (int n = 0; n < columns; ++n) {
+          const int64_t g = layer.interleaved ? 2 * (from + n) : from + n;
+          gate[n] += to_float(bias[g]), up[n] += to_float(bias[layer.interleaved ? g + 1 : g + inner]);
+        }
       activate(layer, gate, up, columns);
-      T* out = call.middle + call.lists.assignments[begin + m] * inner + from;
-      for (int n = 0; n < columns; ++n) from_float(gate[n], out[n]);
+      round_to(gate, 1.0f, columns, call.middle + call.lists.assignments[begin + m] * inner + from);
     }
   }
 }
@@ -166,13 +187,15 @@ void down_task(Call<T>& call, int64_t which, int64_t from) {
     const int count = static_cast<int>(std::min<int64_t>(kRows, call.lists.first[which + 1] - begin));
     const T* a[kRows];
     for (int m = 0; m < count; ++m) a[m] = call.middle + call.lists.assignments[begin + m] * inner;
-    multiply(a, count, weight, layer.transposed, width, inner, from, columns, products, kBlock);
+    const Range all{from, products};
+    multiply(a, count, weight, layer.transposed, width, inner, &all, 1, columns, kBlock);
     for (int m = 0; m < count; ++m) {
       const int64_t assignment = call.lists.assignments[begin + m];
       const float share = call.weights[assignment];
-      float* out = call.rows + assignment * width + from;
-      for (int n = 0; n < columns; ++n)
-        out[n] = share * (products[m * kBlock + n] + (bias ? to_float(bias[from + n]) : 0.0f));
+      float *row = products + m * kBlock, *out = call.rows + assignment * width + from;
+      if (bias)
+        for (int n = 0; n < columns; ++n) row[n] += to_float(bias[from + n]);
+      round_to(row, share, columns, out);
     }
   }
 }
@@ -198,10 +221,10 @@ void run(const MoeOptExperts& layer, const void* hidden, int64_t tokens, const i
   call.lists.assignments.resize(at);
   for (int64_t i = 0; i < total; ++i)
     if (ids[i] >= 0 && ids[i] < slots) call.lists.assignments[place[ids[i]]++] = i;
-  std::vector<T> middle(total * inner);
-  std::vector<float> rows(total * width);
-  call.middle = middle.data();
-  call.rows = rows.data();
+  std::unique_ptr<T[]> middle(new T[total * inner]);
+  std::unique_ptr<float[]> rows(new float[total * width]);
+  call.middle = middle.get();
+  call.rows = rows.get();
   const int64_t active = static_cast<int64_t>(call.lists.active.size());
   const int64_t inner_blocks = (inner + kBlock - 1) / kBlock, width_blocks = (width + kBlock - 1) / kBlock;
   T* result = static_cast<T*>(out);
@@ -226,7 +249,10 @@ void run(const MoeOptExperts& layer, const void* hidden, int64_t tokens, const i
         }
         for (int64_t n = 0; n < width; ++n) first[n] += row[n];
       }
-      for (int64_t n = 0; n < width; ++n) from_float(first ? first[n] : 0.0f, result[token * width + n]);
+      if (first)
+        round_to(first, 1.0f, width, result + token * width);
+      else
+        std::memset(result + token * width, 0, sizeof(T) * width);
     }
   }
 }

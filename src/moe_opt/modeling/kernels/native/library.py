@@ -20,7 +20,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("tiles.h", "experts.cpp", "attention.cpp")
+SOURCES = ("tiles.h", "amx.h", "experts.cpp", "attention.cpp", "linear.cpp")
 DTYPES = ("float32", "bfloat16", "float16")  # their indices are the kernels' numbers for them
 # The first set of flags that the compiler takes: OpenMP and -march=native are not everywhere.
 _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
@@ -78,6 +78,7 @@ def load() -> ctypes.CDLL | None:
         ctypes.POINTER(KV), ctypes.POINTER(Rows), ctypes.POINTER(Rows), ctypes.POINTER(Rows),
         pointer, number, number, number, pointer, pointer, pointer, ctypes.c_float, pointer, pointer, ctypes.c_int,
     ]  # fmt: skip
+    library.moe_opt_linear.argtypes = [pointer, number, number, pointer, pointer, number, pointer, ctypes.c_int]
     return library
 
 
@@ -111,11 +112,17 @@ def _build(compiler: str) -> Path:
         for flags in _FLAGS:
             command = [compiler, *_ALWAYS, *flags, *sources, "-o", str(made)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS)
-            if done.returncode == 0:
+            if done.returncode != 0:
+                logger.info("%s does not take %s: %s", compiler, " ".join(flags), _first_error(done))
+            else:
                 os.replace(made, target)
                 return target
+    raise OSError(_first_error(done))
+
+
+def _first_error(done: subprocess.CompletedProcess[str]) -> str:
     lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
-    raise OSError(next((line for line in lines if "error" in line), lines[0]))
+    return next((line for line in lines if "error" in line.lower()), lines[0])
 
 
 def _processor() -> bytes:

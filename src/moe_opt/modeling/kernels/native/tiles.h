@@ -76,6 +76,14 @@ inline void from_float(float x, fp16& out) {
   out.bits = static_cast<uint16_t>(sign | ((bits - 0x38000000u) >> 13));
 }
 
+// Asks for `bytes` from p on: what the next tile reads. These tiles jump between rows and pages too soon for a
+// processor to see the pattern by itself.
+inline void prefetch(const void* p, int64_t bytes) {
+#if defined(__GNUC__)
+  for (int64_t at = 0; at < bytes; at += 64) __builtin_prefetch(static_cast<const char*>(p) + at);
+#endif
+}
+
 // How many rows of the first operand, and of the second, one call of `dot_tile<M>` multiplies: always 16 products.
 template <int M>
 constexpr int dot_columns() {
@@ -94,6 +102,23 @@ inline __m512 load(const bf16* p, __mmask16 some) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, p)), 16));
 }
 inline __m512 load(const fp16* p, __mmask16 some) { return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(some, p)); }
+
+inline void store(float* p, __m512 x, __mmask16 some) { _mm512_mask_storeu_ps(p, some, x); }
+inline void store(fp16* p, __m512 x, __mmask16 some) {
+  _mm256_mask_storeu_epi16(p, some, _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline void store(bf16* p, __m512 x, __mmask16 some) {
+#ifdef __AVX512BF16__
+  _mm256_mask_storeu_epi16(p, some, (__m256i)_mm512_cvtneps_pbh(x));
+#else
+  float wide[16];
+  bf16 narrow[16];
+  _mm512_storeu_ps(wide, x);
+  for (int i = 0; i < 16; ++i) from_float(wide[i], narrow[i]);
+  _mm256_mask_storeu_epi16(p, some, _mm256_loadu_si256((const __m256i*)narrow));
+#endif
+}
+inline __mmask16 first_lanes(int64_t count) { return count >= 16 ? 0xffff : (1u << count) - 1; }
 
 // Lane i is the sum over the lanes of v[i].
 inline __m512 sum_lanes(const __m512* v) {
@@ -199,15 +224,57 @@ inline __m512 exp16(__m512 x) {
   return _mm512_scalef_ps(p, n);
 }
 
+inline float largest(const float* x, int64_t count, float least) {
+  __m512 found = _mm512_set1_ps(least);
+  for (int64_t at = 0; at < count; at += 16) {
+    __mmask16 some = first_lanes(count - at);
+    found = _mm512_mask_max_ps(found, some, found, _mm512_maskz_loadu_ps(some, x + at));
+  }
+  return _mm512_reduce_max_ps(found);
+}
+
+template <typename T>
+inline void round_to(const float* x, float factor, int64_t count, T* out) {
+  for (int64_t at = 0; at < count; at += 16) {
+    __mmask16 some = first_lanes(count - at);
+    store(out + at, _mm512_mul_ps(_mm512_set1_ps(factor), _mm512_maskz_loadu_ps(some, x + at)), some);
+  }
+}
+
 inline void exp_in_place(float* x, int64_t count, float minus, float& sum) {
   __m512 total = _mm512_setzero_ps(), shift = _mm512_set1_ps(minus);
   for (int64_t at = 0; at < count; at += 16) {
-    __mmask16 some = count - at >= 16 ? 0xffff : (1u << (count - at)) - 1;
+    __mmask16 some = first_lanes(count - at);
     __m512 value = exp16(_mm512_sub_ps(_mm512_maskz_loadu_ps(some, x + at), shift));
     _mm512_mask_storeu_ps(x + at, some, value);
     total = _mm512_mask_add_ps(total, some, total, value);
   }
   sum += _mm512_reduce_add_ps(total);
+}
+
+// c of 16 x 16 words becomes its transpose.
+inline void transpose16(__m512i* c) {
+  __m512i a[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_epi32(c[i], c[i + 1]);
+    a[i + 1] = _mm512_unpackhi_epi32(c[i], c[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {
+    c[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+    c[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+    c[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+    c[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+  }
+  for (int i = 0; i < 4; ++i) {
+    a[i] = _mm512_shuffle_i32x4(c[i], c[i + 4], 0x88);
+    a[i + 4] = _mm512_shuffle_i32x4(c[i], c[i + 4], 0xdd);
+    a[i + 8] = _mm512_shuffle_i32x4(c[i + 8], c[i + 12], 0x88);
+    a[i + 12] = _mm512_shuffle_i32x4(c[i + 8], c[i + 12], 0xdd);
+  }
+  for (int i = 0; i < 8; ++i) {
+    c[i] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0x88);
+    c[i + 8] = _mm512_shuffle_i32x4(a[i], a[i + 8], 0xdd);
+  }
 }
 
 #else  // any other processor: plain loops, which compilers turn into vector code
@@ -235,6 +302,16 @@ inline void axpy_tile(const A* const* a, const T* b, int64_t stride, int64_t k, 
 #pragma omp simd
       for (int n = 0; n < columns; ++n) sums[n] += factor * to_float(row[n]);
     }
+}
+
+inline float largest(const float* x, int64_t count, float least) {
+  for (int64_t at = 0; at < count; ++at) least = x[at] > least ? x[at] : least;
+  return least;
+}
+
+template <typename T>
+inline void round_to(const float* x, float factor, int64_t count, T* out) {
+  for (int64_t at = 0; at < count; ++at) from_float(factor * x[at], out[at]);
 }
 
 inline void exp_in_place(float* x, int64_t count, float minus, float& sum) {

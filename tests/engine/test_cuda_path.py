@@ -11,7 +11,7 @@ import torch
 from tiny_engines import finish_of, generated, make_engine, make_model, request, run, tokens_of
 
 from moe_opt import UnitedExperts, attach_united_experts, detach_united_experts
-from moe_opt.serving.engine import attention_cuda, model_runner
+from moe_opt.serving.engine import attention_choice, attention_cuda, model_runner
 from moe_opt.serving.engine.attention import GatherAttention, LayerKV, RunsAttention, Span
 from moe_opt.serving.engine.attention_choice import choose_backend
 from moe_opt.serving.engine.attention_cuda import VarlenAttention
@@ -166,13 +166,13 @@ def test_the_kernel_is_used_only_where_it_computes_the_right_thing(monkeypatch: 
     shapes = (4, 4, 2, 8, torch.float32)
     monkeypatch.setattr(attention_cuda, "varlen_attn", documented_varlen_attn)
     backend = VarlenAttention(CPU, 4)
-    assert attention_cuda._difference(backend, GatherAttention(CPU, 4), *shapes, CPU) < 1e-5
+    assert attention_choice._difference(backend, GatherAttention(CPU, 4), *shapes, CPU) < 1e-5
 
     class OffByOne(VarlenAttention):
         def attend(self, layer: LayerKV, *args: Any) -> torch.Tensor:
             return super().attend(layer, *args).roll(1, 0)
 
-    assert attention_cuda._difference(OffByOne(CPU, 4), GatherAttention(CPU, 4), *shapes, CPU) > 2e-2
+    assert attention_choice._difference(OffByOne(CPU, 4), GatherAttention(CPU, 4), *shapes, CPU) > 2e-2
     assert isinstance(choose_backend(CPU, *shapes), RunsAttention)
 
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_opt.errors import MoEOptError
+from moe_opt.modeling.kernels.native import library
 from moe_opt.serving.engine.attention import (
     AttentionBackend,
     GatherAttention,
@@ -19,6 +20,7 @@ from moe_opt.serving.engine.attention import (
     Span,
     paged_attention,
 )
+from moe_opt.serving.engine.attention_native import NativeAttention
 
 PAGE = 4
 HEADS, KV_HEADS, DIM = 4, 2, 8
@@ -106,7 +108,18 @@ def runs_of(pages: list[int], length: int) -> list[tuple[int, int]]:
     return runs
 
 
-@settings(max_examples=60, deadline=None)
+def make_backend(name: str) -> AttentionBackend:
+    if name == "runs":
+        return RunsAttention()
+    if name == "gather":
+        return GatherAttention(torch.device("cpu"), PAGE)
+    loaded = library.load()
+    if loaded is None:
+        pytest.skip("the CPU kernels cannot be compiled here")
+    return NativeAttention(loaded)
+
+
+@settings(max_examples=90, deadline=None)
 @given(
     seed=st.integers(0, 10_000),
     singles=st.integers(0, 4),
@@ -115,7 +128,7 @@ def runs_of(pages: list[int], length: int) -> list[tuple[int, int]]:
     window=st.sampled_from([None, 1, 3, 10]),
     sinks=st.booleans(),
     value_dim=st.sampled_from([DIM, 5]),
-    backend=st.sampled_from(["runs", "gather"]),
+    backend=st.sampled_from(["runs", "gather", "native"]),
 )
 def test_equals_plain_attention(
     seed: int,
@@ -130,7 +143,7 @@ def test_equals_plain_attention(
     if not singles + chunks:
         return
     scene = Scene(seed, singles, chunks, scattered, value_dim)
-    paged: AttentionBackend = RunsAttention() if backend == "runs" else GatherAttention(torch.device("cpu"), PAGE)
+    paged = make_backend(backend)
     sink = torch.randn(HEADS) if sinks else None
     paged.begin(scene.spans, scene.slots)
     layer = scene.layer(paged, window)
@@ -139,6 +152,46 @@ def test_equals_plain_attention(
         rows = slice(span.start, span.start + span.count)
         expected = plain_attention(scene.query[rows], keys, values, 0.3, window, sink)
         torch.testing.assert_close(out[rows].double(), expected, atol=2e-6, rtol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 700), min_size=1, max_size=4),
+    group=st.sampled_from([1, 2, 3, 4, 5, 8]),
+    dims=st.sampled_from([(64, 64), (24, 24), (80, 70), (33, 33)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    threads=st.sampled_from([1, 2]),
+    seed=st.integers(0, 1000),
+)
+def test_the_native_kernel_over_blocks_heads_and_dtypes(
+    lengths: list[int], group: int, dims: tuple[int, int], dtype: torch.dtype, threads: int, seed: int
+) -> None:
+    backend = make_backend("native")
+    torch.manual_seed(seed)
+    (dim, value_dim), rows = dims, len(lengths)
+    starts = [sum(lengths[:row]) for row in range(rows)]
+    pool = [torch.randn(sum(lengths), KV_HEADS, dim).to(dtype) for _ in range(2)]
+    query, key = torch.randn(rows, KV_HEADS * group, dim).to(dtype), torch.randn(rows, KV_HEADS, dim).to(dtype)
+    value = torch.randn(rows, KV_HEADS, value_dim).to(dtype)
+    spans = [Span(row, 1, length, [], [(starts[row], length)]) for row, length in enumerate(lengths)]
+    backend.begin(spans, torch.tensor([start + length - 1 for start, length in zip(starts, lengths, strict=True)]))
+    layer = LayerKV(0, pool[0], pool[1], value_dim, None, backend)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out = backend.attend(layer, query, key, value, dim**-0.5, None)
+    finally:
+        torch.set_num_threads(before)
+    for row, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        keys, values = pool[0][start : start + length], pool[1][start : start + length, :, :value_dim]
+        assert torch.equal(keys[-1], key[row])
+        assert torch.equal(values[-1], value[row])
+        weights = torch.einsum(
+            "kgd,lkd->kgl", query[row].double().view(KV_HEADS, group, dim), keys.double() * dim**-0.5
+        ).softmax(-1)
+        expected = torch.einsum("kgl,lkd->kgd", weights, values.double()).reshape(KV_HEADS * group, value_dim)
+        close = {"atol": 5e-6, "rtol": 1e-5} if dtype == torch.float32 else {"atol": 4e-3, "rtol": 1e-2}
+        torch.testing.assert_close(out[row].double(), expected, **close)
 
 
 def test_a_shared_run_is_read_once_for_all_that_share_it() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 
 from moe_opt.modeling.brownout import tokens_per_expert
@@ -78,12 +79,12 @@ class StepStats:
         """int64 [L] on the CPU: distinct expert weights read, united ones included, shared ones and padding not. Under
         expert parallelism those that this rank read, for all ranks' tokens."""
         read = [own if own is not None else done for own, done in zip(self._read, self._computed, strict=True)]
-        return torch.stack([self._distinct(ids) for ids in read]).cpu()
+        return self._distinct(read)
 
     @property
     def routed_experts(self) -> torch.Tensor:
         """int64 [L] on the CPU: distinct experts that the router chose; what exact output would have read."""
-        return torch.stack([self._distinct(ids) for ids in self._routed]).cpu()
+        return self._distinct(self._routed)
 
     @property
     def delegated_share(self) -> torch.Tensor:
@@ -92,10 +93,17 @@ class StepStats:
             [self._share(routed, done) for routed, done in zip(self._routed, self._computed, strict=True)]
         ).cpu()
 
-    def _distinct(self, ids: torch.Tensor | None) -> torch.Tensor:
+    def _distinct(self, layers: list[torch.Tensor | None]) -> torch.Tensor:
+        return torch.stack([self._distinct_of(ids) for ids in layers]).cpu()
+
+    def _distinct_of(self, ids: torch.Tensor | None) -> torch.Tensor:
         if ids is None:
             return torch.zeros((), dtype=torch.int64)
         valid = self._context.valid_for(ids.shape[0], ids.device)
+        if ids.device.type == "cpu":  # NumPy's calls cost a fifth of torch's, and this is read after every step
+            chosen = ids.numpy() if valid is None else ids.numpy()[valid.numpy()]
+            inside = chosen[(chosen >= 0) & (chosen < self._num_slots)]
+            return torch.tensor(np.count_nonzero(np.bincount(inside, minlength=1)))
         return (tokens_per_expert(ids, self._num_slots, valid) > 0).sum().cpu()
 
     def _share(self, routed: torch.Tensor | None, computed: torch.Tensor | None) -> torch.Tensor:

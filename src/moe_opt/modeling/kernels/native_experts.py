@@ -1,8 +1,8 @@
-"""The experts of a decode step on a CPU in one call of ours (native/experts.cpp).
+"""The experts of a step on a CPU in one call of ours (native/experts.cpp).
 
 Torch's way is a matrix product per expert and a dozen operations around them; with a handful of tokens per expert the
-calls cost more than the arithmetic. Here an expert's weights are read once for all its tokens, in bfloat16 dot products
-where the processor has them.
+calls cost more than the arithmetic. Here an expert's weights are read once for all its tokens, on AMX tiles or in
+bfloat16 dot products where the processor has them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import torch
 from moe_opt.modeling.kernels.native import library
 from moe_opt.modeling.kernels.storage import ACTIVATIONS, FusedWeights
 
-# Beyond this many tokens per expert torch's blocked matrix products win; see benchmarks/native_experts.py.
-MAX_TOKENS_PER_EXPERT = 10000
+# Without AMX tiles (float32, transposed weights), torch's blocked matrix products win beyond this many tokens per
+# expert; see benchmarks/native_kernels.py.
+MAX_TOKENS_PER_EXPERT = 24
 
 _REMEMBERED = 8
 _DTYPES = {getattr(torch, name): index for index, name in enumerate(library.DTYPES)}
@@ -26,20 +27,22 @@ _prepared: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], library.Experts 
 
 
 def native_experts_or_none(
-    module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+    module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, any_number: bool = False
 ) -> torch.Tensor | None:
     """The weighted sum over each token's experts, [T, H]; None where this kernel is not the one to take.
 
     Args:
         module: an experts module of Transformers, or an `ExpertsProxy` over one. hidden: [T, H] on the CPU.
         ids: int64 [T, k]; outside 0 ... num_experts - 1 is dropped. weights: [T, k].
+        any_number: also of tokens for which torch's products are expected to be faster.
     """
     tokens, top_k = ids.shape
-    if tokens * top_k > MAX_TOKENS_PER_EXPERT * int(module.num_experts) or not tokens:
-        return None
     loaded = library.load()
-    layer = _layer(module, hidden.dtype) if loaded is not None else None
+    layer = _layer(module, hidden.dtype) if loaded is not None and tokens else None
     if loaded is None or layer is None:
+        return None
+    tiles = hidden.dtype == torch.bfloat16 and not layer.transposed and loaded.moe_opt_has_linear()
+    if tokens * top_k > MAX_TOKENS_PER_EXPERT * layer.slots and not tiles and not any_number:
         return None
     hidden, ids, shares = hidden.contiguous(), ids.to(torch.int64).contiguous(), weights.float().contiguous()
     out = torch.empty_like(hidden)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from moe_opt.errors import ConfigError
-from moe_opt.modeling.kernels.native_linear import NativeLinears
+from moe_opt.modeling.kernels.native_modules import NativeModules
 from moe_opt.modeling.runtime import PHASES, StepStats
 from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.modeling.scoring import score_items
@@ -75,7 +75,7 @@ class ModelRunner:
             self.backend = self._make_backend()
             # one page more than the scheduler knows of: padding of captured decode steps writes there
             self.pool = make_pool(self.layers, (self.num_pages + 1) * config.page_size, self.backend)
-            self._linears = NativeLinears(model) if self.device.type == "cpu" else None
+            self._native = NativeModules(model) if self.device.type == "cpu" else None
         except BaseException:
             model.set_attn_implementation(self._previous_attention)
             raise
@@ -90,8 +90,8 @@ class ModelRunner:
     def close(self) -> None:
         """Give the model its own attention back and free the pool."""
         release_pool(self.layers)
-        if self._linears is not None:
-            self._linears.remove()
+        if self._native is not None:
+            self._native.remove()
         self.pool.clear()
         self.model.set_attn_implementation(self._previous_attention)
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from moe_opt.modeling.kernels.native_rows import logsumexp
 from moe_opt.serving.engine.types import SamplingParams
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SampleRow]) -> Sampled:
         logits: [N, V], the model's raw logits; float32 is used throughout.
     """
     raw = logits.float()
-    normaliser = raw.logsumexp(-1)
+    normaliser = logsumexp(raw)
     scores = _shape(raw, rows)
     tokens = _argmax(scores)
     sampling = [index for index, row in enumerate(rows) if row.params.do_sample]

@@ -25,7 +25,6 @@ namespace {
 
 constexpr int64_t kBlock = 256;    // tokens of a running softmax step
 constexpr int64_t kWidest = 1024;  // widest value
-constexpr int64_t kAhead = 16;     // tokens whose keys are asked for ahead of time
 
 template <typename T>
 void store(const MoeOptKV& kv, const MoeOptRows& key, const MoeOptRows& value, const int64_t* slots, int64_t tokens) {
@@ -48,7 +47,7 @@ void score_rows(const T* const* q, const T* keys, int64_t stride, int64_t count,
     const T* b[N];
     for (int i = 0; i < N; ++i) {
       b[i] = keys + std::min(t + i, count - 1) * stride;
-      prefetch(b[i] + kAhead * stride, dim * static_cast<int64_t>(sizeof(T)));
+      prefetch(b[i] + kRowsAhead * stride, dim * static_cast<int64_t>(sizeof(T)));
     }
     float tile[16];
     dot_tile<M>(q, b, dim, tile);

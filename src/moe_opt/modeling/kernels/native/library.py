@@ -20,7 +20,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("tiles.h", "amx.h", "experts.cpp", "attention.cpp", "linear.cpp")
+SOURCES = ("tiles.h", "amx.h", "experts.cpp", "attention.cpp", "linear.cpp", "rows.cpp")
 DTYPES = ("float32", "bfloat16", "float16")  # their indices are the kernels' numbers for them
 # The first set of flags that the compiler takes: OpenMP and -march=native are not everywhere.
 _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
@@ -79,6 +79,10 @@ def load() -> ctypes.CDLL | None:
         pointer, number, number, number, pointer, pointer, pointer, ctypes.c_float, pointer, pointer, ctypes.c_int,
     ]  # fmt: skip
     library.moe_opt_linear.argtypes = [pointer, number, number, pointer, pointer, number, pointer, ctypes.c_int]
+    library.moe_opt_norm.argtypes = [pointer, number, number, pointer, ctypes.c_float, pointer, ctypes.c_int]
+    library.moe_opt_norm.restype = None
+    library.moe_opt_logsumexp.argtypes = [pointer, number, number, pointer, ctypes.c_int]
+    library.moe_opt_logsumexp.restype = None
     return library
 
 

@@ -10,6 +10,19 @@ namespace {
 constexpr int kRows = 64;      // rows of x that a task holds products of at a time
 constexpr int kColumns = 128;  // columns of a task
 
+#ifdef MOE_OPT_AMX
+// One column, which fills no tile: products[m * kColumns] of each row.
+void multiply_column(const bf16* const* a, int count, const bf16* weight, int64_t k, float* products) {
+  for (int m = 0; m < count; m += 16) {
+    const bf16* rows[16];
+    for (int i = 0; i < 16; ++i) rows[i] = a[std::min(m + i, count - 1)];
+    float tile[16];
+    dot_tile<1>(&weight, rows, k, tile);
+    for (int i = 0; i < 16 && m + i < count; ++i) products[(m + i) * kColumns] = tile[i];
+  }
+}
+#endif
+
 }  // namespace
 
 extern "C" {
@@ -23,12 +36,12 @@ int moe_opt_has_linear() {
 #endif
 }
 
-// out[rows, columns] = x[rows, k] w[columns, k]^T + bias[columns] (or null); all bfloat16. k even, columns a multiple of
-// 16. Returns 0, or 1 for shapes or machines that it does not take.
+// out[rows, columns] = x[rows, k] w[columns, k]^T + bias[columns] (or null); all bfloat16. Returns 0, or 1 for an odd k
+// and for machines without tiles.
 int moe_opt_linear(const void* x, int64_t rows, int64_t k, const void* weight, const void* bias, int64_t columns,
                    void* out, int threads) {
 #ifdef MOE_OPT_AMX
-  if (!PackedRows::takes(k, columns)) return 1;
+  if (!PackedRows::takes(k, 16)) return 1;
   const int64_t tasks = (columns + kColumns - 1) / kColumns;
   const bf16 *values = static_cast<const bf16*>(x), *w = static_cast<const bf16*>(weight);
   const bf16* b = static_cast<const bf16*>(bias);
@@ -45,7 +58,8 @@ int moe_opt_linear(const void* x, int64_t rows, int64_t k, const void* weight, c
       for (int64_t task = 0; task < tasks; ++task) {
         const int64_t from = task * kColumns;
         const int width = static_cast<int>(std::min<int64_t>(kColumns, columns - from));
-        packed.multiply(w + from * k, width, products, kColumns);
+        packed.multiply(w + from * k, width / 16 * 16, products, kColumns);
+        for (int n = width / 16 * 16; n < width; ++n) multiply_column(a, count, w + (from + n) * k, k, products + n);
         for (int m = 0; m < count; ++m) {
           float* row = products + m * kColumns;
           if (b)

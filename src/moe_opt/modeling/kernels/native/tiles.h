@@ -84,6 +84,8 @@ inline void prefetch(const void* p, int64_t bytes) {
 #endif
 }
 
+constexpr int64_t kRowsAhead = 32;  // rows of keys, of values and of transposed weights that are asked for early
+
 // How many rows of the first operand, and of the second, one call of `dot_tile<M>` multiplies: always 16 products.
 template <int M>
 constexpr int dot_columns() {
@@ -189,6 +191,7 @@ inline void axpy_tile(const A* const* a, const T* b, int64_t stride, int64_t k, 
   }
   if (columns == 64) {
     for (int64_t at = 0; at < k; ++at) {
+      prefetch(b + (at + kRowsAhead) * stride, 64 * static_cast<int64_t>(sizeof(T)));
       __m512 row[4];
       for (int v = 0; v < 4; ++v) row[v] = load(b + at * stride + 16 * v);
       for (int m = 0; m < M; ++m) {

@@ -1,0 +1,133 @@
+"""The CPU kernels beside what torch runs in their place: experts, attention of one-token rows, linear layers.
+
+    python benchmarks/native_kernels.py
+
+Every figure is the median of interleaved runs over several layers' weights, so that neither side finds its weights in
+the nearest cache. Ratios above 1 are ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+from common import write_result
+from transformers import Qwen2MoeConfig
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
+
+from moe_opt.modeling.kernels.native import library
+from moe_opt.modeling.kernels.native_experts import native_experts_or_none
+from moe_opt.modeling.kernels.native_modules import NativeModules
+from moe_opt.serving.engine.attention import AttentionBackend, LayerKV, RunsAttention, Span
+from moe_opt.serving.engine.attention_native import NativeAttention
+
+LAYERS = 4
+# hidden size, intermediate size, experts, top-k
+SHAPES = {"demo model": (256, 48, 32, 4), "Qwen3-30B-A3B, 32 of 128 experts": (2048, 768, 32, 2)}
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+def compare(ours: Callable[[], Any], theirs: Callable[[], Any], runs: int) -> dict[str, float]:
+    """Median microseconds of both, a call each in turn."""
+    times: tuple[list[float], list[float]] = ([], [])
+    for _ in range(2):
+        ours(), theirs()
+    for _ in range(runs):
+        for function, found in zip((ours, theirs), times, strict=True):
+            started = time.perf_counter()
+            function()
+            found.append(time.perf_counter() - started)
+    mine, other = (statistics.median(found) / LAYERS * 1e6 for found in times)
+    return {"ours_us": round(mine, 1), "torch_us": round(other, 1), "ratio": round(other / mine, 2)}
+
+
+def experts(name: str, dtype: torch.dtype, tokens: int, runs: int) -> dict[str, float]:
+    width, inner, count, top_k = SHAPES[name]
+    config = Qwen2MoeConfig(
+        hidden_size=width, moe_intermediate_size=inner, num_experts=count, num_experts_per_tok=top_k
+    )
+    modules = [Qwen2MoeExperts(config).to(dtype).requires_grad_(False) for _ in range(LAYERS)]
+    for module in modules:
+        for parameter in module.parameters():
+            parameter.normal_(std=0.05)
+    hidden = torch.randn(tokens, width, dtype=dtype)
+    ids = torch.stack([torch.randperm(count)[:top_k] for _ in range(tokens)])
+    shares = torch.rand(tokens, top_k)
+    grouped = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    return compare(
+        lambda: [native_experts_or_none(module, hidden, ids, shares, any_number=True) for module in modules],
+        lambda: [grouped(module, hidden, ids, shares) for module in modules],
+        runs,
+    )
+
+
+def attention(dtype: torch.dtype, rows: int, context: int, runs: int) -> dict[str, float]:
+    loaded = library.load()
+    assert loaded is not None
+    spans = [Span(row, 1, context, [], [(row * context, context)]) for row in range(rows)]
+    query, key = torch.randn(rows, 4, 64, dtype=dtype), torch.randn(rows, 2, 64, dtype=dtype)
+    slots = torch.arange(rows) * context + context - 1
+
+    def layers_of(backend: AttentionBackend) -> list[LayerKV]:
+        backend.begin(spans, slots)
+        pool = lambda: torch.randn(2, rows * context, 64).to(dtype).transpose(0, 1)  # noqa: E731
+        return [LayerKV(index, pool(), pool(), 64, None, backend) for index in range(LAYERS)]
+
+    ours, theirs = layers_of(NativeAttention(loaded)), layers_of(RunsAttention())
+    return compare(
+        lambda: [layer.owner.attend(layer, query, key, key, 0.125, None) for layer in ours],
+        lambda: [layer.owner.attend(layer, query, key, key, 0.125, None) for layer in theirs],
+        runs,
+    )
+
+
+def linear(width: int, columns: int, rows: int, runs: int) -> dict[str, float]:
+    plain = [torch.nn.Linear(width, columns, dtype=torch.bfloat16) for _ in range(LAYERS)]
+    taken = torch.nn.ModuleList(torch.nn.Linear(width, columns, dtype=torch.bfloat16) for _ in range(LAYERS))
+    NativeModules(taken)
+    x = torch.randn(rows, width, dtype=torch.bfloat16)
+    return compare(lambda: [layer(x) for layer in taken], lambda: [layer(x) for layer in plain], runs)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runs", type=int, default=15)
+    args = parser.parse_args()
+    if library.load() is None:
+        raise SystemExit("the kernels could not be compiled here (see the log): there is nothing to measure")
+    torch.manual_seed(0)
+    results: dict[str, dict[str, float]] = {}
+
+    def show(name: str, found: dict[str, float]) -> None:
+        results[name] = found
+        print(
+            f"{name:68}{found['ours_us']:>10,.0f} us {found['torch_us']:>10,.0f} us{found['ratio']:>8.2f}x", flush=True
+        )
+
+    print(f"{'':68}{'ours':>13}{'torch':>14}{'ratio':>9}")
+    with torch.inference_mode():
+        for name in SHAPES:
+            for label, dtype in DTYPES.items():
+                for tokens in (1, 8, 32, 128, 512):
+                    show(f"experts, {name}, {label}, {tokens} tokens", experts(name, dtype, tokens, args.runs))
+        for dtype in DTYPES:
+            for rows, context in ((1, 512), (8, 512), (32, 128), (32, 512)):
+                show(
+                    f"attention, {dtype}, {rows} rows of {context}", attention(DTYPES[dtype], rows, context, args.runs)
+                )
+        for width, columns in ((256, 256), (2048, 2048), (256, 8192)):
+            for rows in (1, 32, 512):
+                show(f"linear, bfloat16, {width} x {columns}, {rows} rows", linear(width, columns, rows, args.runs))
+    write_result("native_kernels", {"threads": torch.get_num_threads(), "results": results})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,254 @@
+"""The CPU kernels in C++ against plain torch, on the edges of their tiles, and what happens without a compiler."""
+
+import logging
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from families import make_config, make_stock
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
+
+from moe_opt import MoEOptimizedForCausalLM, UnitedExperts, attach_united_experts
+from moe_opt.modeling.experts import find_moe_layers
+from moe_opt.modeling.kernels import native_experts
+from moe_opt.modeling.kernels.native import library
+from moe_opt.modeling.kernels.native_modules import NativeModules
+from moe_opt.modeling.kernels.native_rows import logsumexp
+from moe_opt.modeling.kernels.storage import FusedWeights, experts_reference
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="the CPU kernels cannot be compiled here")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+class Experts(nn.Module):
+    """What the kernels read of an experts module of Transformers."""
+
+    has_gate, has_bias, is_transposed = True, False, False
+    _apply_gate = _default_apply_gate
+
+    def __init__(self, experts: int, width: int, inner: int, dtype: torch.dtype, seed: int) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.num_experts = experts
+        self.act_fn = nn.SiLU()
+        self.gate_up_proj = nn.Parameter((torch.randn(experts, 2 * inner, width, generator=generator) / 4).to(dtype))
+        self.down_proj = nn.Parameter((torch.randn(experts, width, inner, generator=generator) / 4).to(dtype))
+
+    def reference(self, hidden, ids, weights, sizes=False):
+        storage = FusedWeights(self.gate_up_proj.detach(), self.down_proj.detach())
+        return experts_reference(hidden, ids, weights, storage, sizes=sizes).float()
+
+
+def compute(module, hidden, ids, weights):
+    out = native_experts.native_experts_or_none(module, hidden, ids, weights, any_number=True)
+    assert out is not None
+    return out
+
+
+@pytest.fixture(autouse=True)
+def no_gradients():
+    with torch.inference_mode():
+        yield
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    tokens=st.integers(1, 70),
+    top_k=st.integers(1, 4),
+    experts=st.integers(1, 6),
+    width=st.sampled_from([16, 40, 64, 258]),  # a multiple of the tiles, tails of the reduction, two blocks of columns
+    inner=st.sampled_from([16, 24, 48, 80, 272]),
+    dtype=st.sampled_from(DTYPES),
+    threads=st.sampled_from([1, 2]),
+    seed=st.integers(0, 1000),
+)
+def test_experts_equal_the_reference(tokens, top_k, experts, width, inner, dtype, threads, seed):
+    module = Experts(experts, width, inner, dtype, seed)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(-1, experts + 1, (tokens, top_k), generator=generator)  # -1 and one too many: dropped
+    shares = torch.rand(tokens, top_k, generator=generator)
+    hidden = torch.randn(tokens, width, generator=generator).to(dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        found = compute(module, hidden, ids, shares)
+        assert torch.equal(found, compute(module, hidden, ids, shares))
+    finally:
+        torch.set_num_threads(before)
+    expected, sizes = module.reference(hidden, ids, shares), module.reference(hidden, ids, shares, sizes=True)
+    # one rounding of what gate/up leaves and of the sum; float32 sums differ in order alone
+    rounding = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}[dtype]
+    error = (found.float() - expected).abs()
+    allowed = rounding * (sizes + expected.abs()) + 1e-5
+    assert (error <= allowed).all(), (error / allowed).max()
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss", "olmoe", "gemma4_text"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_equal_grouped_mm_on_real_layers(family, dtype):
+    _, module = find_moe_layers(make_stock(family).to(dtype))[0]
+    storage = FusedWeights.of(module)
+    width = storage.down.shape[2 if storage.transposed else 1]
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(37, width, generator=generator).to(dtype)
+    ids = torch.randint(0, module.num_experts, (37, 3), generator=generator)
+    shares = torch.rand(37, 3, generator=generator)
+    expected = ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden, ids, shares)
+    close = {"atol": 1e-5, "rtol": 1e-4} if dtype == torch.float32 else {"atol": 2e-2, "rtol": 2e-2}
+    torch.testing.assert_close(compute(module, hidden, ids, shares), expected, **close)
+
+
+def test_what_the_kernel_has_no_form_for_is_left_to_torch():
+    module = Experts(3, 16, 16, torch.float32, 0)
+    hidden, ids, shares = torch.randn(2, 16), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1)
+    take = native_experts.native_experts_or_none
+    assert take(module, hidden.double(), ids, shares) is None
+    assert take(module, hidden[:0], ids[:0], shares[:0]) is None
+    many = native_experts.MAX_TOKENS_PER_EXPERT * 3 + 1
+    assert take(module, hidden[:1].expand(many, 16), ids[:1].expand(many, 1), shares[:1].expand(many, 1)) is None
+    module.act_fn = nn.Tanh()
+    native_experts._prepared.clear()
+    assert take(module, hidden, ids, shares) is None
+
+
+def test_new_weights_are_seen():
+    module = Experts(3, 16, 16, torch.float32, 0)
+    hidden, ids, shares = torch.randn(5, 16), torch.randint(0, 3, (5, 2)), torch.rand(5, 2)
+    for seed in range(12):  # more than the kernel remembers
+        other = Experts(3, 16, 16, torch.float32, seed)
+        module.gate_up_proj, module.down_proj = other.gate_up_proj, other.down_proj
+        torch.testing.assert_close(
+            compute(module, hidden, ids, shares), module.reference(hidden, ids, shares), atol=1e-5, rtol=1e-4
+        )
+
+
+@pytest.mark.parametrize("threshold", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("strategy", ["partial", "full", "top-k"])
+def test_a_browned_out_model_equals_one_without_the_kernels(threshold, strategy):
+    models = []
+    for kernels in ("grouped_mm", "fused"):
+        model = MoEOptimizedForCausalLM.from_config(
+            make_config("qwen2_moe"), dtype=torch.float32, moe_opt={"kernels": kernels}
+        ).eval()
+        if models:
+            model.load_state_dict(models[0].state_dict(), strict=False)
+        models.append(model)
+    for model in models:
+        attach_united_experts(model, UnitedExperts.from_average(models[0], ways=4))
+        model.moe_opt.set_brownout(threshold=threshold, strategy=strategy)
+    ids = torch.arange(3, 19).view(2, 8)
+    first, second = (model(ids).logits for model in models)
+    torch.testing.assert_close(first, second, atol=1e-4, rtol=1e-3)
+    assert torch.equal(models[0].moe_opt.last_step.active_experts, models[1].moe_opt.last_step.active_experts)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(1, 150),
+    width=st.sampled_from([2, 30, 32, 70, 256]),
+    columns=st.sampled_from([1, 15, 16, 40, 128, 300]),
+    biased=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_linear_layers_equal_torch(rows, width, columns, biased, seed):
+    torch.manual_seed(seed)
+    module = nn.Linear(width, columns, bias=biased).to(torch.bfloat16)
+    x = torch.randn(1, rows, width).to(torch.bfloat16)
+    exact = nn.functional.linear(x.float(), module.weight.float(), None if not biased else module.bias.float())
+    sizes = nn.functional.linear(x.float().abs(), module.weight.float().abs())
+    taken = NativeModules(module)
+    found = module(x)
+    assert found.shape == (1, rows, columns)
+    assert ((found.float() - exact).abs() <= 2.0**-8 * exact.abs() + 2.0**-20 * sizes + 1e-6).all()
+    taken.remove()
+    assert "forward" not in module.__dict__
+
+
+def test_modules_are_given_back_and_odd_ones_left_alone():
+    model = make_stock("qwen2_moe").to(torch.bfloat16)
+    ids = torch.arange(3, 19).view(2, 8)
+    before = model(ids).logits
+    norms = [module for module in model.modules() if "norm" in type(module).__name__.lower()]
+    taken = NativeModules(model)
+    assert all("forward" in norm.__dict__ for norm in norms)
+    torch.testing.assert_close(model(ids).logits.float(), before.float(), atol=3e-2, rtol=3e-2)
+    taken.remove()
+    assert not any("forward" in module.__dict__ for module in model.modules())
+    assert torch.equal(model(ids).logits, before)
+    other = make_stock("gemma4_text")  # its norms compute something else, or have no weight
+    before = other(ids).logits
+    NativeModules(other)
+    torch.testing.assert_close(other(ids).logits, before, atol=1e-4, rtol=1e-3)
+
+
+def test_a_norm_that_only_looks_alike_is_not_taken():
+    class ShiftedRMSNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.variance_epsilon = nn.Parameter(torch.randn(8)), 1e-6
+
+        def forward(self, x):
+            return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon) * (1 + self.weight)
+
+    assert len(NativeModules(ShiftedRMSNorm())) == 0
+
+
+def test_logsumexp_as_torch_has_it():
+    torch.manual_seed(0)
+    logits = torch.randn(9, 1003) * 20
+    logits[1, 7], logits[2, 3], logits[5] = float("-inf"), float("inf"), float("-inf")
+    logits[3, 500], logits[4, 2], logits[4, 3] = float("nan"), float("inf"), float("-inf")
+    torch.testing.assert_close(logsumexp(logits), logits.logsumexp(-1), atol=1e-6, rtol=1e-6, equal_nan=True)
+    assert logsumexp(logits.double()).dtype == torch.float64
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env={**os.environ, **environment}
+    )
+
+
+LOAD = "import logging; logging.basicConfig(level='INFO')\n" + (
+    "from moe_opt.modeling.kernels.native import library; print(library.load() is not None)"
+)
+
+
+def test_compiled_once_per_machine(tmp_path):
+    first = run_python(LOAD, MOE_OPT_CACHE=str(tmp_path))
+    assert first.stdout.strip() == "True", first.stderr
+    assert "compiling the CPU kernels" in first.stderr
+    again = run_python(LOAD, MOE_OPT_CACHE=str(tmp_path))
+    assert again.stdout.strip() == "True"
+    assert "compiling" not in again.stderr
+    assert len(list((tmp_path / "native").glob("*"))) == 1  # nothing is left of the build
+
+
+def test_without_a_compiler_torch_runs(tmp_path):
+    found = run_python(LOAD, MOE_OPT_CACHE=str(tmp_path), PATH=str(tmp_path), CXX="no-such-compiler")
+    assert found.stdout.strip() == "False"
+    assert "no C++ compiler" in found.stderr
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\n[ \"$1\" = --version ] && echo 1 && exit\necho 'error: no' >&2; exit 1\n")
+    broken.chmod(0o755)
+    found = run_python(LOAD, MOE_OPT_CACHE=str(tmp_path), CXX=str(broken), PATH=f"{tmp_path}:/bin:/usr/bin")
+    assert found.stdout.strip() == "False"
+    assert "could not be built" in found.stderr
+    assert "error: no" in found.stderr
+
+
+def test_switched_off(monkeypatch, caplog):
+    monkeypatch.setenv("MOE_OPT_NATIVE", "0")
+    library.load.cache_clear()
+    try:
+        with caplog.at_level(logging.INFO):
+            assert library.load() is None
+        assert not caplog.records
+    finally:
+        monkeypatch.undo()
+        library.load.cache_clear()
+    assert library.load() is not None

@@ -72,7 +72,7 @@ class Bare:
 
 
 def make_engine(args: argparse.Namespace, on_step: Callable[[StepReport], None] | None = None) -> Engine:
-    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, moe_opt=True)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=args.dtype, moe_opt={"kernels": "fused"})
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     config = EngineConfig(
         max_batch_size=args.batch,

@@ -13,6 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from moe_opt import MoEOptimizedForCausalLM, UnitedExperts, attach_united_experts
 from moe_opt.errors import ConfigError
+from moe_opt.modeling import experts
 from moe_opt.modeling.experts import find_moe_layers
 from moe_opt.modeling.kernels.storage import ACTIVATIONS, FusedWeights, experts_reference
 
@@ -98,7 +99,8 @@ def test_equals_grouped_mm_on_real_layers(family):
 
 @interpreter
 @pytest.mark.parametrize("threshold", [1.0, 0.5, 0.0])
-def test_a_model_with_the_fused_kernel_equals_one_without(threshold):
+def test_a_model_with_the_fused_kernel_equals_one_without(threshold, monkeypatch):
+    monkeypatch.setattr(experts, "_fused_on_cpu", experts._fused_in_triton)
     models = []
     for kernels in ("grouped_mm", "fused"):
         model = MoEOptimizedForCausalLM.from_config(

@@ -7,7 +7,6 @@ the layer nor the phase, so each experts module carries a `LayerState` that does
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -133,10 +132,7 @@ def fused_or_grouped(
 def _fused_on_cpu(module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor | None:
     from moe_opt.modeling.kernels.native_experts import native_experts_or_none
 
-    out = native_experts_or_none(module, hidden, ids, weights)
-    if out is None and os.environ.get("TRITON_INTERPRET") == "1":
-        return _fused_in_triton(module, hidden, ids, weights)
-    return out
+    return native_experts_or_none(module, hidden, ids, weights)
 
 
 def _fused_in_triton(

@@ -228,6 +228,13 @@ def test_compiled_once_per_machine(tmp_path):
     assert len(list((tmp_path / "native").glob("*"))) == 1  # nothing is left of the build
 
 
+def test_a_cache_that_cannot_be_written_is_said_and_built_around(tmp_path):
+    (tmp_path / "file").write_text("")
+    found = run_python(LOAD, MOE_OPT_CACHE=str(tmp_path / "file"), TMPDIR=str(tmp_path))
+    assert found.stdout.strip() == "True", found.stderr
+    assert "cannot be written" in found.stderr
+
+
 def test_without_a_compiler_torch_runs(tmp_path):
     found = run_python(LOAD, MOE_OPT_CACHE=str(tmp_path), PATH=str(tmp_path), CXX="no-such-compiler")
     assert found.stdout.strip() == "False"

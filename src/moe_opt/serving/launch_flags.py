@@ -105,7 +105,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("prefix-caching", _flag, True, "reuse the KV pages of equal prefixes"),
     Flag("page-size", int, 16, "tokens of a KV page"),
     Flag("cuda-graphs", _flag, True, "capture decode steps (CUDA)"),
-    Flag("experts-kernels", _one_of(*KERNELS), "auto", "kernel of the experts where nothing browns out"),
+    Flag("experts-kernels", _one_of(*KERNELS), "auto", "experts kernels; auto: ours on a CPU, else Transformers'"),
     # prefill and decode on different workers
     Flag("kv-role", _one_of("prefill", "decode", "both"), None, "worker of a fleet: hands KV on or takes it"),
     Flag("kv-host", str, None, "address under which other workers reach this one; default: hostname, or 127.0.0.1"),

@@ -105,10 +105,11 @@ def _build(compiler: str) -> Path:
         repr((_FLAGS, _ALWAYS)).encode(),
     ]
     name = f"moe_opt_{hashlib.sha256(b'|'.join(parts)).hexdigest()[:20]}.so"
-    cache = _cache_folder()
+    folder_of_user = _cache_folder()
+    if (folder_of_user / name).is_file():  # also in a folder that is read-only here
+        return folder_of_user / name
+    cache = _writable(folder_of_user)
     target = cache / name
-    if target.is_file():
-        return target
     logger.info("compiling the CPU kernels of moe_opt with %s", compiler)
     sources = [str(folder / source) for source in SOURCES if source.endswith(".cpp")]
     with tempfile.TemporaryDirectory(dir=cache) as work:  # processes may build at once: each moves a whole file in
@@ -140,15 +141,20 @@ def _processor() -> bytes:
 
 
 def _cache_folder() -> Path:
-    """`MOE_OPT_CACHE`, else `moe_opt` in the user's cache folder; a folder of this process where that is read-only."""
+    """`native` in `MOE_OPT_CACHE`, else in `moe_opt` of the user's cache folder."""
     base = os.environ.get("MOE_OPT_CACHE") or os.path.join(
         os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "moe_opt"
     )
-    folder = Path(base) / "native"
+    return Path(base) / "native"
+
+
+def _writable(folder: Path) -> Path:
+    """The folder, made if need be; one of this process where that cannot be."""
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(folder, os.W_OK):
-            return folder
     except OSError as error:
-        logger.info("%s cannot be made (%s): CPU kernels are built for this process alone", folder, error)
+        logger.info("%s cannot be made: %s", folder, error)
+    if os.access(folder, os.W_OK):
+        return folder
+    logger.warning("%s cannot be written: CPU kernels are built for this process alone (see MOE_OPT_CACHE)", folder)
     return Path(tempfile.mkdtemp(prefix="moe_opt_native_"))

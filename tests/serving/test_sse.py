@@ -53,7 +53,7 @@ def test_events_and_comments_arrive_in_order():
             assert frames[0] == 'data: {"text":"größer","n":1}'
             assert frames[-1] == "data: [DONE]"
             assert set(frames[1:-1]) == {":"}
-            assert len(frames) >= 4
+            assert len(frames) >= 3
             assert outcomes == ["closed"]
 
     asyncio.run(main())
@@ -86,21 +86,22 @@ def test_a_stream_that_nobody_reads_is_cut_off():
 
 
 def test_a_slow_reader_is_not_cut_off():
+    # the whole takes longer than the bound, no single write does
     async def events():
-        for _ in range(40):
+        for _ in range(60):
             yield "x" * 65536
         yield DONE
 
     async def main():
-        async with serving(events, write_timeout=1.0) as (url, outcomes):
+        async with serving(events, write_timeout=2.5) as (url, outcomes):
             reader, writer = await asyncio.open_connection(
                 "127.0.0.1", int(url.rstrip("/").rsplit(":", 1)[1]), limit=2**16
             )
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
             seen = b""
-            while part := await reader.read(2**17):
+            while part := await reader.read(2**16):
                 seen = (seen + part)[-64:]
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.1)
             assert b"[DONE]" in seen
             assert outcomes == ["closed"]
             writer.close()

@@ -24,7 +24,7 @@ from moe_opt.evaluation.choices import read_choices
 from moe_opt.evaluation.command import load_model
 from moe_opt.evaluation.grid import GridOptions, Setting, evaluate_grid
 from moe_opt.evaluation.texts import TokenRows, domain_name, make_rows, read_texts
-from moe_opt.modeling.runtime import PHASES
+from moe_opt.modeling.phase_settings import PHASES
 from moe_opt.modeling.united import UnitedExperts
 from moe_opt.report.pareto import loss_at_reads, percent, phases_of, plot_pareto
 

@@ -6,12 +6,12 @@ import sys
 
 import pytest
 import torch
-from families import make_config, make_stock
+from families import make_stock
+from fused_models import assert_equal_on_both_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from moe_opt import MoEOptimizedForCausalLM, UnitedExperts, attach_united_experts
 from moe_opt.errors import ConfigError
 from moe_opt.modeling import experts
 from moe_opt.modeling.experts import find_moe_layers
@@ -101,22 +101,7 @@ def test_equals_grouped_mm_on_real_layers(family):
 @pytest.mark.parametrize("threshold", [1.0, 0.5, 0.0])
 def test_a_model_with_the_fused_kernel_equals_one_without(threshold, monkeypatch):
     monkeypatch.setattr(experts, "_fused_on_cpu", experts._fused_in_triton)
-    models = []
-    for kernels in ("grouped_mm", "fused"):
-        model = MoEOptimizedForCausalLM.from_config(
-            make_config("qwen2_moe"), dtype=torch.float32, moe_opt={"kernels": kernels}
-        ).eval()
-        if models:
-            model.load_state_dict(models[0].state_dict(), strict=False)
-        models.append(model)
-    for model in models:
-        attach_united_experts(model, UnitedExperts.from_average(models[0], ways=4))
-        model.moe_opt.set_brownout(threshold=threshold, strategy="partial")
-    ids = torch.arange(3, 19).view(2, 8)
-    with torch.inference_mode():
-        first, second = (model(ids).logits for model in models)
-    torch.testing.assert_close(first, second, atol=1e-4, rtol=1e-3)
-    assert torch.equal(models[0].moe_opt.last_step.active_experts, models[1].moe_opt.last_step.active_experts)
+    assert_equal_on_both_kernels("partial", threshold)
 
 
 def test_what_is_not_fused_is_said():

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
-from families import make_config, make_stock
+from families import make_stock
+from fused_models import assert_equal_on_both_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from moe_opt import MoEOptimizedForCausalLM, UnitedExperts, attach_united_experts
 from moe_opt.modeling.experts import find_moe_layers
 from moe_opt.modeling.kernels import native_experts
 from moe_opt.modeling.kernels.native import library
@@ -130,21 +130,7 @@ def test_new_weights_are_seen():
 @pytest.mark.parametrize("threshold", [1.0, 0.5, 0.0])
 @pytest.mark.parametrize("strategy", ["partial", "full", "top-k"])
 def test_a_browned_out_model_equals_one_without_the_kernels(threshold, strategy):
-    models = []
-    for kernels in ("grouped_mm", "fused"):
-        model = MoEOptimizedForCausalLM.from_config(
-            make_config("qwen2_moe"), dtype=torch.float32, moe_opt={"kernels": kernels}
-        ).eval()
-        if models:
-            model.load_state_dict(models[0].state_dict(), strict=False)
-        models.append(model)
-    for model in models:
-        attach_united_experts(model, UnitedExperts.from_average(models[0], ways=4))
-        model.moe_opt.set_brownout(threshold=threshold, strategy=strategy)
-    ids = torch.arange(3, 19).view(2, 8)
-    first, second = (model(ids).logits for model in models)
-    torch.testing.assert_close(first, second, atol=1e-4, rtol=1e-3)
-    assert torch.equal(models[0].moe_opt.last_step.active_experts, models[1].moe_opt.last_step.active_experts)
+    assert_equal_on_both_kernels(strategy, threshold)
 
 
 @settings(max_examples=60, deadline=None)

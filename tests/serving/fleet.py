@@ -5,13 +5,11 @@ import functools
 import json
 import os
 import re
-import signal
-import subprocess
 import sys
-import threading
 import time
 
 import requests
+from servers import running_process
 
 DEMO = "examples/demo_model"
 
@@ -67,35 +65,11 @@ class RunningFleet:
 def running_fleet(*flags, prefill=1, decode=2, program=("-m", "moe_opt.cli", "launch", "--model-id", DEMO)):
     command = [sys.executable, *program, "--prefill", str(prefill), "--decode", str(decode), *flags]
     command += ["--hostname", "127.0.0.1", "--port", "0", "--dtype", "float32", "--poll", "0.2"]
-    process = subprocess.Popen(
-        command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env={**os.environ}
-    )
-    log, ready, url = [], threading.Event(), []
-
-    def read():
-        for line in process.stderr:
-            log.append(line.rstrip())
-            match = re.search(r"moe_opt.router: serving on (http://[\d.]+:\d+)", line)
-            if match:
-                url.append(match[1])
-                ready.set()
-        ready.set()
-
-    threading.Thread(target=read, daemon=True).start()
-    try:
-        ready.wait(180)
-        if not url:
-            raise AssertionError("the fleet did not start:\n" + "\n".join(log))
-        fleet = RunningFleet(process, url[0], log)
+    announced = "moe_opt.router: serving on"
+    with running_process(command, announced, {**os.environ}, start=180, stop=60) as found:
+        fleet = RunningFleet(*found)
         fleet.wait(lambda: fleet.get("/health").status_code == 200)
         yield fleet
-    finally:
-        process.send_signal(signal.SIGTERM)
-        try:
-            process.wait(60)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
 
 
 @functools.cache

@@ -49,13 +49,10 @@ class Server:
 
 
 @contextlib.contextmanager
-def running_server(*flags: str, env: dict[str, str] | None = None, program=("-m", "moe_opt.serving.serve_command")):
-    """Start a server on a free port and stop it with SIGTERM. Fails with its log if it does not come up."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
-    process = subprocess.Popen(
-        [sys.executable, *program, *flags, "--hostname", "127.0.0.1", "--port", "0"],
-        stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment,
-    )  # fmt: skip
+def running_process(command: list[str], announced: str, environment: dict[str, str], start: float, stop: float):
+    """(process, url, log lines) of a command that announces `announced` and its url on standard error. It ends with
+    SIGTERM. start, stop: seconds that it may take to each; it fails with its log where it does not come up."""
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, env=environment)
     log: list[str] = []
     ready = threading.Event()
     url: list[str] = []
@@ -63,7 +60,7 @@ def running_server(*flags: str, env: dict[str, str] | None = None, program=("-m"
     def read() -> None:
         for line in process.stderr:
             log.append(line.rstrip())
-            match = re.search(r"serving on (http://[\d.]+:\d+)", line)
+            match = re.search(announced + r" (http://[\d.]+:\d+)", line)
             if match:
                 url.append(match[1])
                 ready.set()
@@ -71,16 +68,25 @@ def running_server(*flags: str, env: dict[str, str] | None = None, program=("-m"
 
     threading.Thread(target=read, daemon=True).start()
     try:
-        ready.wait(120)
+        ready.wait(start)
         if not url:
             process.kill()
-            raise AssertionError("the server did not start:\n" + "\n".join(log))
-        yield Server(process, url[0], log)
+            raise AssertionError("it did not start:\n" + "\n".join(log))
+        yield process, url[0], log
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
             try:
-                process.wait(30)
+                process.wait(stop)
             except subprocess.TimeoutExpired:
                 process.kill()
                 raise
+
+
+@contextlib.contextmanager
+def running_server(*flags: str, env: dict[str, str] | None = None, program=("-m", "moe_opt.serving.serve_command")):
+    """A server on a free port."""
+    command = [sys.executable, *program, *flags, "--hostname", "127.0.0.1", "--port", "0"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", **(env or {})}
+    with running_process(command, "serving on", environment, start=120, stop=30) as found:
+        yield Server(*found)

@@ -18,7 +18,7 @@ from moe_opt.evaluation.perplexity import ReadCounter, TokenScores, score_decode
 from moe_opt.evaluation.texts import TokenRows
 from moe_opt.evaluation.timing import time_step
 from moe_opt.modeling.brownout import KEEP_RULES, STRATEGIES
-from moe_opt.modeling.runtime import PHASES
+from moe_opt.modeling.phase_settings import PHASES
 from moe_opt.modeling.united import UnitedExperts, attach_united_experts, detach_united_experts
 
 NEEDS_UNITED = ("partial",)

@@ -23,7 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from moe_opt.config import KERNELS, MoEOptConfig
 from moe_opt.errors import ConfigError, IncompatibleUnitedExpertsError, UnsupportedModelError
-from moe_opt.modeling.experts import IMPLEMENTATION, check_family
+from moe_opt.modeling.experts import IMPLEMENTATION, check_family, prepare_fused
 from moe_opt.modeling.runtime import MoERuntime
 from moe_opt.modeling.united import UnitedExperts, attach_united_experts, holds_united_experts
 
@@ -120,6 +120,7 @@ class _MoEOptMixin:
             super().set_experts_implementation(IMPLEMENTATION)  # type: ignore[misc]
         elif wanted == "fused":
             self.moe_opt.kernel = wanted
+            prepare_fused()
         elif wanted in KERNELS:
             self.moe_opt.kernel = self.get_correct_experts_implementation(  # type: ignore[attr-defined]
                 None if wanted == "auto" else wanted

@@ -116,6 +116,14 @@ def stock_function(module: nn.Module, kernel: str) -> Callable[..., torch.Tensor
     return ALL_EXPERTS_FUNCTIONS[kernel]
 
 
+def prepare_fused() -> None:
+    """Start-up work of the fused kernels, so that the first forward pass does not wait for a C++ compiler."""
+    if not torch.cuda.is_available():  # with a GPU the model is on its way there, and Triton compiles for itself
+        from moe_opt.modeling.kernels.native import library
+
+        library.load()
+
+
 def fused_or_grouped(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import numbers
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,8 +28,10 @@ from moe_opt.modeling.experts import (
     LayerState,
     expert_tensors,
     find_moe_layers,
+    prepare_fused,
     stock_function,
 )
+from moe_opt.modeling.phase_settings import PHASES, PhaseSettings, check_phase, checked_layers, checked_threshold
 from moe_opt.modeling.recorder import ExpertRecorder
 from moe_opt.modeling.router_scores import RouterScores
 from moe_opt.modeling.step import ForwardContext, StepStats, holds_tokens, valid_tokens
@@ -41,26 +42,7 @@ if TYPE_CHECKING:
     from moe_opt.modeling.async_ep import StreamedExperts
     from moe_opt.modeling.expert_parallel import ExpertParallel
 
-PHASES = ("prefill", "decode")
 _UNSET: Any = object()  # "leave as it is", where None has a meaning of its own
-
-
-@dataclasses.dataclass(frozen=True)
-class PhaseSettings:
-    """Brownout of one phase. `threshold` 1 is exact output.
-
-    `active` is a field and not a comparison: compiled code guards on what it reads, and must not be built again for
-    each new threshold.
-    """
-
-    threshold: float = 1.0
-    strategy: str = "partial"
-    keep: str = "count"
-    layers: frozenset[int] | None = None
-    active: bool = dataclasses.field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "active", self.threshold < 1.0 and self.strategy != "zero")
 
 
 class MoERuntime:
@@ -101,6 +83,8 @@ class MoERuntime:
         self.layers = find_moe_layers(model)
         if self.config.kernels == "auto":
             self.kernel = model.get_correct_experts_implementation(None)
+        elif self.config.kernels == "fused":
+            prepare_fused()
         self._error_per_expert = [None] * len(self.layers)
         for index, (name, module) in enumerate(self.layers):
             setattr(module, STATE_ATTRIBUTE, LayerState(self, index, name))
@@ -163,7 +147,7 @@ class MoERuntime:
 
     def brownout(self, phase: str) -> PhaseSettings:
         """The settings of one phase."""
-        _check_phase(phase)
+        check_phase(phase)
         return self._settings[phase]
 
     def set_brownout(
@@ -188,10 +172,10 @@ class MoERuntime:
             ConfigError: before anything is changed.
         """
         if phase is not None:
-            _check_phase(phase)
+            check_phase(phase)
         changes: dict[str, Any] = {}
         if threshold is not _UNSET:
-            changes["threshold"] = _checked_threshold(threshold)
+            changes["threshold"] = checked_threshold(threshold)
             if changes["threshold"] < 1 and self.async_ep is not None:
                 raise ConfigError(
                     "brownout saves nothing while whole layers are streamed (async_ep): every expert's weights move "
@@ -211,7 +195,7 @@ class MoERuntime:
                 raise ConfigError(f"unknown keep rule {keep!r}; choose one of {', '.join(KEEP_RULES)}")
             changes["keep"] = keep
         if layers is not _UNSET:
-            changes["layers"] = None if layers is None else self._checked_layers(layers)
+            changes["layers"] = None if layers is None else checked_layers(layers, self.num_layers)
         new = {
             name: dataclasses.replace(self._settings[name], **changes)
             for name in (PHASES if phase is None else (phase,))
@@ -232,19 +216,6 @@ class MoERuntime:
         elif not wants_scores and self._scores is not None:
             self._scores.remove()
             self._scores = None
-
-    def _checked_layers(self, layers: Sequence[int]) -> frozenset[int]:
-        if isinstance(layers, (str, bytes)) or not isinstance(layers, Iterable):
-            raise ConfigError(f"layers must be indices of MoE layers, got {layers!r}")
-        listed = list(layers)
-        odd = [layer for layer in listed if isinstance(layer, bool) or not isinstance(layer, numbers.Integral)]
-        if odd:
-            raise ConfigError(f"layers must be indices of MoE layers, got {odd[0]!r}")
-        chosen = frozenset(int(layer) for layer in listed)
-        wrong = [layer for layer in chosen if not 0 <= layer < self.num_layers]
-        if wrong:
-            raise ConfigError(f"layer {wrong[0]} does not exist: the model has MoE layers 0 to {self.num_layers - 1}")
-        return chosen
 
     def _active_settings(self, index: int, phase: str) -> PhaseSettings | None:
         settings = self._settings[phase]
@@ -344,7 +315,7 @@ class MoERuntime:
             request_ids: int64 [T], the request of each token, -1 = ignore (padding: neither counted nor browned out).
             phase: a step with any prefill token is a "prefill" step. exact: bool [T], tokens that keep their experts.
         """
-        _check_phase(phase)
+        check_phase(phase)
         rows = torch.as_tensor(request_ids, dtype=torch.int64, device=self.device).reshape(-1)
         exact_rows = None
         if exact is not None:
@@ -590,18 +561,3 @@ class MoERuntime:
 def _second(args: tuple[Any, ...]) -> Any:
     """The attention mask of a call with positional arguments: every base model takes (input_ids, attention_mask)."""
     return args[1] if len(args) > 1 else None
-
-
-def _check_phase(phase: str) -> None:
-    if phase not in PHASES:
-        raise ConfigError(f"unknown phase {phase!r}; choose 'prefill', 'decode' or None for both")
-
-
-def _checked_threshold(threshold: Any) -> float:
-    if isinstance(threshold, torch.Tensor) and threshold.dim() == 0:
-        threshold = threshold.item()
-    if isinstance(threshold, bool) or not isinstance(threshold, numbers.Real):
-        raise ConfigError(f"threshold must be a number in [0, 1], got {threshold!r}")
-    if not 0.0 <= float(threshold) <= 1.0:
-        raise ConfigError(f"threshold must lie in [0, 1], got {threshold}")
-    return float(threshold)

@@ -21,7 +21,6 @@ from moe_opt.modeling.kernels.storage import ACTIVATIONS, FusedWeights
 MAX_TOKENS_PER_EXPERT = 24
 
 _REMEMBERED = 8
-_DTYPES = {getattr(torch, name): index for index, name in enumerate(library.DTYPES)}
 # One layer's storage as the kernel reads it, by the addresses it was made from; None for a layout it does not have.
 _prepared: weakref.WeakKeyDictionary[Any, dict[tuple[Any, ...], library.Experts | None]] = weakref.WeakKeyDictionary()
 
@@ -41,7 +40,7 @@ def native_experts_or_none(
     layer = _layer(module, hidden.dtype) if loaded is not None and tokens else None
     if loaded is None or layer is None:
         return None
-    tiles = hidden.dtype == torch.bfloat16 and not layer.transposed and loaded.moe_opt_has_linear()
+    tiles = hidden.dtype == torch.bfloat16 and not layer.transposed and loaded.moe_opt_has_tiles()
     if tokens * top_k > MAX_TOKENS_PER_EXPERT * layer.slots and not tiles and not any_number:
         return None
     hidden, ids, shares = hidden.contiguous(), ids.to(torch.int64).contiguous(), weights.float().contiguous()
@@ -71,7 +70,7 @@ def _layer(module: Any, dtype: torch.dtype) -> library.Experts | None:
 
 def _prepare(module: Any, dtype: torch.dtype) -> library.Experts | None:
     storage = FusedWeights.of(module)
-    if storage is None or dtype not in _DTYPES:
+    if storage is None or dtype not in library.DTYPES:
         return None
     tensors = (storage.gate_up, storage.down, storage.gate_up_bias, storage.down_bias)
     for tensor in tensors:
@@ -87,7 +86,7 @@ def _prepare(module: Any, dtype: torch.dtype) -> library.Experts | None:
         storage.transposed,
         storage.interleaved,
         ACTIVATIONS.index(storage.activation),
-        _DTYPES[dtype],
+        library.DTYPES[dtype],
         storage.alpha,
         storage.limit,
     )

@@ -18,7 +18,6 @@ from moe_opt.modeling.kernels.native import library
 
 MAX_NORM_ROWS = 256  # beyond, torch's vectorised passes are as fast
 
-_DTYPES = {getattr(torch, name): index for index, name in enumerate(library.DTYPES)}
 _Forward = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -30,7 +29,7 @@ class NativeModules:
         loaded = library.load()
         if loaded is None:
             return
-        tiles = bool(loaded.moe_opt_has_linear())
+        tiles = bool(loaded.moe_opt_has_tiles())
         for module in model.modules():
             if "forward" in module.__dict__:  # somebody's hook
                 continue
@@ -93,10 +92,10 @@ def _norm_or_none(module: nn.Module, loaded: ctypes.CDLL) -> _Forward | None:
     eps, weight = getattr(module, "variance_epsilon", None), getattr(module, "weight", None)
     if not isinstance(eps, float) or not isinstance(weight, nn.Parameter) or len(list(module.parameters())) != 1:
         return None
-    if weight.dim() != 1 or weight.dtype not in _DTYPES or not _in_memory(weight):
+    if weight.dim() != 1 or weight.dtype not in library.DTYPES or not _in_memory(weight):
         return None
     norm, width, dtype = loaded.moe_opt_norm, weight.shape[0], weight.dtype
-    number = _DTYPES[dtype]
+    number = library.DTYPES[dtype]
     own = module.forward
 
     def forward(x: torch.Tensor) -> torch.Tensor:

@@ -16,9 +16,7 @@ from moe_opt.errors import MoEOptError
 from moe_opt.modeling.kernels.native import library
 from moe_opt.serving.engine.attention import LayerKV, RunsAttention, Span, visible_runs
 
-WIDEST_VALUE = 1024
-
-_DTYPES = {getattr(torch, name): index for index, name in enumerate(library.DTYPES)}
+WIDEST_VALUE = 1024  # kWidest of attention.cpp
 
 
 @dataclasses.dataclass(slots=True)
@@ -31,7 +29,7 @@ class _Runs:
 
 
 class NativeAttention(RunsAttention):
-    """Work depends on a sequence's own length alone. `library` is the loaded one."""
+    """Work depends on a sequence's own length alone. Made by attention_choice.py with the loaded library."""
 
     def __init__(self, loaded: ctypes.CDLL) -> None:
         super().__init__()
@@ -41,7 +39,7 @@ class NativeAttention(RunsAttention):
 
     @staticmethod
     def takes(dtype: torch.dtype, value_dim: int) -> bool:
-        return dtype in _DTYPES and value_dim <= WIDEST_VALUE
+        return dtype in library.DTYPES and value_dim <= WIDEST_VALUE
 
     def begin(self, spans: Sequence[Span], slots: torch.Tensor) -> None:
         super().begin(spans, slots.contiguous())
@@ -90,9 +88,9 @@ class NativeAttention(RunsAttention):
         if known not in self._layers:
             slot, head, _ = layer.keys.stride()
             assert layer.keys.stride() == layer.values.stride()
-            self._layers[known] = library.KV(
-                *known, slot, head, layer.keys.shape[1], layer.keys.shape[2], layer.value_dim, _DTYPES[layer.keys.dtype]
-            )
+            _, kv_heads, dim = layer.keys.shape
+            number = library.DTYPES[layer.keys.dtype]
+            self._layers[known] = library.KV(*known, slot, head, kv_heads, dim, layer.value_dim, number)
         return self._layers[known]
 
 

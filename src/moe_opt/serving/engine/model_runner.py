@@ -12,9 +12,10 @@ import torch
 
 from moe_opt.errors import ConfigError
 from moe_opt.modeling.kernels.native_modules import NativeModules
-from moe_opt.modeling.runtime import PHASES, StepStats
+from moe_opt.modeling.phase_settings import PHASES
 from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.modeling.scoring import score_items
+from moe_opt.modeling.step import StepStats
 from moe_opt.serving.engine.attention import IMPLEMENTATION, AttentionBackend, Span
 from moe_opt.serving.engine.attention_choice import choose_backend
 from moe_opt.serving.engine.attention_cuda import VarlenAttention

@@ -20,7 +20,8 @@ inline bool amx_ready() {
   return ready;
 }
 
-// `count` rows of k values, in blocks of 16: [block][k / 2][16 rows][2]. What is missing is zero.
+// `count` rows of k values, in blocks of 16: [block][k / 2][16 rows][2]. What is missing is zero. The memory and the
+// tiles' shapes are the thread's own: one at a time.
 class PackedRows {
  public:
   PackedRows(const bf16* const* rows, int count, int64_t k) : count_(count), k_(k) {
@@ -91,45 +92,28 @@ class PackedRows {
     if constexpr (N > 2) _tile_zero(2);
     if constexpr (N > 3) _tile_zero(3);
     int64_t at = 0;
+// A macro, for the assembler wants tiles by number.
+#define MOE_OPT_ADD(C, A, B)                        \
+  if constexpr (N > C) {                            \
+    _tile_loadd(A, rows + C * next + at, stride);   \
+    _tile_dpbf16ps(C, A, B);                        \
+  }
+#define MOE_OPT_STEP(A, B)                          \
+  _tile_loadd(B, tokens + at / 2, 64);              \
+  MOE_OPT_ADD(0, A, B) MOE_OPT_ADD(1, A, B) MOE_OPT_ADD(2, A, B) MOE_OPT_ADD(3, A, B)
     for (; at + 32 <= k_; at += 32) {
-      _tile_loadd(5, tokens + at / 2, 64);
-      _tile_loadd(4, rows + at, stride);
-      _tile_dpbf16ps(0, 4, 5);
-      if constexpr (N > 1) {
-        _tile_loadd(4, rows + next + at, stride);
-        _tile_dpbf16ps(1, 4, 5);
-      }
-      if constexpr (N > 2) {
-        _tile_loadd(4, rows + 2 * next + at, stride);
-        _tile_dpbf16ps(2, 4, 5);
-      }
-      if constexpr (N > 3) {
-        _tile_loadd(4, rows + 3 * next + at, stride);
-        _tile_dpbf16ps(3, 4, 5);
-      }
+      MOE_OPT_STEP(4, 5)
     }
-    if (at == k_) return;
-    _tile_loadd(7, tokens + at / 2, 64);
-    _tile_loadd(6, rows + at, stride);
-    _tile_dpbf16ps(0, 6, 7);
-    if constexpr (N > 1) {
-      _tile_loadd(6, rows + next + at, stride);
-      _tile_dpbf16ps(1, 6, 7);
+    if (at < k_) {
+      MOE_OPT_STEP(6, 7)
     }
-    if constexpr (N > 2) {
-      _tile_loadd(6, rows + 2 * next + at, stride);
-      _tile_dpbf16ps(2, 6, 7);
-    }
-    if constexpr (N > 3) {
-      _tile_loadd(6, rows + 3 * next + at, stride);
-      _tile_dpbf16ps(3, 6, 7);
-    }
+#undef MOE_OPT_STEP
+#undef MOE_OPT_ADD
   }
 
   template <int TILE>
   static void give(float* out, int64_t ld, int tokens) {
     __m512i c[16];
-    // the assembler wants the number itself
     if constexpr (TILE == 0) _tile_stored(0, c, 64);
     if constexpr (TILE == 1) _tile_stored(1, c, 64);
     if constexpr (TILE == 2) _tile_stored(2, c, 64);

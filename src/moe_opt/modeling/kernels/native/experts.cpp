@@ -28,6 +28,25 @@ constexpr int kBlock = 256;           // columns of a task
 constexpr int kFewest = 3;            // tokens for which packing pays
 constexpr int64_t kAhead = 1 << 12;  // bytes of a weight that are asked for ahead of time, at most
 
+// Memory that stays with its thread from call to call: fresh pages cost more than what is written to them.
+class Scratch {
+ public:
+  template <typename T>
+  T* of(int64_t count) {
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
+    if (bytes > size_) {
+      size_ = 0;
+      memory_.reset(new char[bytes]);
+      size_ = bytes;
+    }
+    return reinterpret_cast<T*>(memory_.get());
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+  int64_t size_ = 0;
+};
+
 struct Lists {
   std::vector<int64_t> active, first, assignments;  // slots with tokens; where each one's list begins; token * top_k + j
 };
@@ -221,10 +240,9 @@ void run(const MoeOptExperts& layer, const void* hidden, int64_t tokens, const i
   call.lists.assignments.resize(at);
   for (int64_t i = 0; i < total; ++i)
     if (ids[i] >= 0 && ids[i] < slots) call.lists.assignments[place[ids[i]]++] = i;
-  std::unique_ptr<T[]> middle(new T[total * inner]);
-  std::unique_ptr<float[]> rows(new float[total * width]);
-  call.middle = middle.get();
-  call.rows = rows.get();
+  static thread_local Scratch middle, rows;
+  call.middle = middle.of<T>(total * inner);
+  call.rows = rows.of<float>(total * width);
   const int64_t active = static_cast<int64_t>(call.lists.active.size());
   const int64_t inner_blocks = (inner + kBlock - 1) / kBlock, width_blocks = (width + kBlock - 1) / kBlock;
   T* result = static_cast<T*>(out);

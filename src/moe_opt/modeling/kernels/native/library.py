@@ -18,10 +18,12 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import torch
+
 logger = logging.getLogger(__name__)
 
 SOURCES = ("tiles.h", "amx.h", "experts.cpp", "attention.cpp", "linear.cpp", "rows.cpp")
-DTYPES = ("float32", "bfloat16", "float16")  # their indices are the kernels' numbers for them
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the kernels' numbers for them
 # The first set of flags that the compiler takes: OpenMP and -march=native are not everywhere.
 _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
 _ALWAYS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-w")

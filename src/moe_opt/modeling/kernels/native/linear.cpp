@@ -27,8 +27,8 @@ void multiply_column(const bf16* const* a, int count, const bf16* weight, int64_
 
 extern "C" {
 
-// Whether moe_opt_linear does anything here.
-int moe_opt_has_linear() {
+// Whether this processor and system have AMX tiles: without them moe_opt_linear takes nothing.
+int moe_opt_has_tiles() {
 #ifdef MOE_OPT_AMX
   return amx_ready();
 #else

@@ -506,3 +506,22 @@ def test_one_model_runs_in_one_engine_at_a_time() -> None:
 def test_settings_out_of_range_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError):
         make_engine(**{"kv_pages": None, **wrong})
+
+
+def test_an_engine_that_fails_to_start_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generated("qwen2_moe", PROMPT, 4)
+    model = make_model("qwen2_moe")
+
+    def refuse(*_: Any) -> None:
+        raise ConfigError("no fingerprint today")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("moe_opt.serving.engine.model_runner.fingerprint_of", refuse)
+        with pytest.raises(ConfigError, match="no fingerprint today"):
+            Engine(model, make_tokenizer(), EngineConfig(page_size=4, kv_pages=8))
+    assert not any("forward" in module.__dict__ or "_moe_opt_kv_layer" in module.__dict__ for module in model.modules())
+    engine = make_engine("qwen2_moe")
+    try:
+        assert tokens_of(run(engine, request("a", PROMPT, max_new_tokens=4))) == expected
+    finally:
+        engine.close()

@@ -194,6 +194,67 @@ def test_the_native_kernel_over_blocks_heads_and_dtypes(
         torch.testing.assert_close(out[row].double(), expected, **close)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    chunks=st.lists(st.tuples(st.integers(0, 400), st.integers(1, 200)), min_size=1, max_size=3),
+    group=st.sampled_from([1, 2, 3]),
+    dims=st.sampled_from([(64, 64), (32, 16), (128, 128), (96, 48), (40, 40)]),  # the last goes torch's way
+    window=st.sampled_from([None, 1, 30, 129, 500]),
+    sinks=st.booleans(),
+    threads=st.sampled_from([1, 2]),
+    seed=st.integers(0, 1000),
+)
+def test_chunks_in_bfloat16_over_blocks_runs_and_windows(
+    chunks: list[tuple[int, int]],
+    group: int,
+    dims: tuple[int, int],
+    window: int | None,
+    sinks: bool,
+    threads: int,
+    seed: int,
+) -> None:
+    backend = make_backend("native")
+    torch.manual_seed(seed)
+    (dim, value_dim), heads = dims, KV_HEADS * group
+    lengths = [before + count for before, count in chunks]
+    # each sequence in two runs, the second half of its slots in front of the first half of the pool
+    total = sum(lengths)
+    pool = [torch.randn(2 * total, KV_HEADS, dim).to(torch.bfloat16) for _ in range(2)]
+    spans, slots, where, row, at = [], [], [], 0, 0
+    for length, (_, count) in zip(lengths, chunks, strict=True):
+        cut = length // 2
+        runs = [run for run in ((total + at, cut), (at, length - cut)) if run[1]]
+        own = [slot for first, tokens in runs for slot in range(first, first + tokens)]
+        spans.append(Span(row, count, length, [], runs))
+        slots += own[length - count :]
+        where.append(own)
+        row, at = row + count, at + length
+    query = torch.randn(row, heads, dim).to(torch.bfloat16)
+    key, value = (torch.randn(row, KV_HEADS, width).to(torch.bfloat16) for width in dims)
+    sink = torch.randn(heads) if sinks else None
+    backend.begin(spans, torch.tensor(slots))
+    layer = LayerKV(0, pool[0], pool[1], value_dim, window, backend)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out = backend.attend(layer, query, key, value, dim**-0.5, sink)
+    finally:
+        torch.set_num_threads(before)
+    for span, own in zip(spans, where, strict=True):
+        rows = slice(span.start, span.start + span.count)
+        keys, values = pool[0][own].double(), pool[1][own][:, :, :value_dim].double()
+        keys, values = (part.repeat_interleave(group, 1) for part in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query[rows].double(), keys) * dim**-0.5
+        seen, position = torch.arange(span.length), torch.arange(span.length - span.count, span.length).unsqueeze(1)
+        hidden = (seen > position) | (seen <= position - (window or span.length))
+        scores = scores.masked_fill(hidden, float("-inf"))
+        if sink is not None:
+            scores = torch.cat([scores, sink.double().view(heads, 1, 1).expand(-1, span.count, 1)], 2)
+        weights = scores.softmax(2)[:, :, : span.length]
+        expected = torch.einsum("hqk,khd->qhd", weights, values)
+        torch.testing.assert_close(out[rows].double(), expected, atol=1.5e-2, rtol=1e-2)
+
+
 def test_a_shared_run_is_read_once_for_all_that_share_it() -> None:
     backend = RunsAttention()
     spans = [Span(row, 1, 12, [0, 1, 4 + row], [(0, 8), (16 + 4 * row, 4)]) for row in range(3)]

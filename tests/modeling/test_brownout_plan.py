@@ -1,5 +1,7 @@
 """Algorithm 1 against its plain-code reference, the paper's example, and what must hold for any counts."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
@@ -16,6 +18,14 @@ from moe_opt.modeling.brownout import (
     tokens_per_expert,
 )
 from moe_opt.modeling.brownout_cpu import plan_brownout_cpu
+from moe_opt.modeling.kernels.native import library
+
+
+def delegate_on_host(native, *args, **options):
+    """`delegate_per_group` in C++ or in NumPy."""
+    with mock.patch.object(library, "if_loaded", return_value=library.load() if native else None):
+        return delegate_per_group(*args, **options)
+
 
 PAPER_COUNTS = [2, 4, 1, 5, 2, 1, 2, 3]
 # Thresholds that floats cannot hold exactly are where a careless comparison goes wrong.
@@ -172,8 +182,14 @@ def test_merging_keeps_each_slots_weight_and_computes_it_once(tokens, top_k, see
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 2**31 - 1), st.sampled_from(["full", "partial"]), st.sampled_from(["count", "mass", "error"]))
-def test_host_and_device_code_delegate_alike(seed, strategy, keep):
+@given(
+    st.integers(0, 2**31 - 1),
+    st.sampled_from(["full", "partial"]),
+    st.sampled_from(["count", "mass", "error"]),
+    THRESHOLDS,
+    st.booleans(),
+)
+def test_host_and_device_code_delegate_alike(seed, strategy, keep, threshold, native):
     generator = torch.Generator().manual_seed(seed)
     tokens, experts, top_k = 9, 8, 3
     weights, ids = torch.rand(tokens, experts, generator=generator).softmax(-1).topk(top_k)
@@ -181,8 +197,9 @@ def test_host_and_device_code_delegate_alike(seed, strategy, keep):
     exact = torch.rand(tokens, generator=generator) > 0.7
     groups = torch.arange(experts) // 4
     options = {"valid": valid, "exact": exact, "keep": keep, "error_per_expert": torch.rand(experts)}
-    host = delegate_per_group(ids, weights, 0.4, groups, strategy, **options)
-    device = delegate_per_group(ids, weights, torch.tensor(0.4, dtype=torch.float64), groups, strategy, **options)
+    host = delegate_on_host(native, ids, weights, threshold, groups, strategy, **options)
+    on_device = torch.tensor(threshold, dtype=torch.float64)
+    device = delegate_per_group(ids, weights, on_device, groups, strategy, **options)
     if host is None:  # nothing saved: the device cannot know, and computes what the router chose
         assert torch.equal(device.ids[valid], ids[valid])
         return
@@ -246,12 +263,12 @@ def test_a_plan_that_saves_no_read_is_not_applied():
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.integers(0, 2**31 - 1), THRESHOLDS, st.sampled_from(["full", "partial"]))
-def test_one_token_takes_the_plan_of_any_batch(seed, threshold, strategy):
-    """The shortcut for batch 1 against the device code."""
+@given(st.integers(0, 2**31 - 1), THRESHOLDS, st.sampled_from(["full", "partial"]), st.booleans())
+def test_one_token_takes_the_plan_of_any_batch(seed, threshold, strategy, native):
+    """NumPy's shortcut for batch 1, and C++, against the device code."""
     generator = torch.Generator().manual_seed(seed)
     weights, ids = torch.rand(1, 12, generator=generator).softmax(-1).topk(5)
     groups = torch.arange(12) // 3
-    host = delegate_per_group(ids, weights, threshold, groups, strategy)
+    host = delegate_on_host(native, ids, weights, threshold, groups, strategy)
     device = delegate_per_group(ids, weights, torch.tensor(threshold, dtype=torch.float64), groups, strategy)
     assert torch.equal(ids if host is None else host.ids, device.ids)

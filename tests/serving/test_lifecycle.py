@@ -81,7 +81,7 @@ def test_overload_slow_bodies_traces_and_shutdown(served_model_dir, collector):
         answers = []
 
         def run() -> None:
-            answers.append(requests.post(server.url + "/generate", json=long_body(300), timeout=120))
+            answers.append(requests.post(server.url + "/generate", json=long_body(1500), timeout=120))
 
         threads = [threading.Thread(target=run) for _ in range(2)]
         for thread in threads:
@@ -114,7 +114,7 @@ def test_overload_slow_bodies_traces_and_shutdown(served_model_dir, collector):
         for thread in threads:
             thread.join()
         assert [answer.status_code for answer in answers] == [200, 200]
-        assert all(answer.json()["details"]["generated_tokens"] == 300 for answer in answers)
+        assert all(answer.json()["details"]["generated_tokens"] == 1500 for answer in answers)
         assert server.process.wait(30) == 0
         entries = [json.loads(line) for line in server.log if line.startswith("{")]
         assert any(entry.get("status") == 429 and entry["level"] == "INFO" for entry in entries)

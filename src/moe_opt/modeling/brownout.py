@@ -6,10 +6,8 @@ pass, under `torch.compile` and in a CUDA graph. `plan_brownout_reference` is th
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from moe_opt.errors import ConfigError
@@ -19,7 +17,7 @@ PER_TOKEN_STRATEGIES = ("reroute", "top-k")
 KEEP_RULES = ("count", "mass", "error")
 
 # kept < threshold * total is compared with this slack, relative to the product: 0.28 * 25 is above 7 in floats.
-_TOLERANCE = 1e-6
+TOLERANCE = 1e-6
 
 
 class BrownoutPlan(NamedTuple):
@@ -95,7 +93,7 @@ def _originals_to_keep(
     in_order = counts[order]
     kept_before = in_order.cumsum(0) - in_order
     wanted = in_order.sum().to(torch.float64) * threshold
-    keep_in_order = (kept_before < wanted * (1.0 - _TOLERANCE)) & (in_order > 0)
+    keep_in_order = (kept_before < wanted * (1.0 - TOLERANCE)) & (in_order > 0)
     if isinstance(threshold, torch.Tensor):
         keep_in_order = keep_in_order | (threshold.to(counts.device) >= 1)
     elif threshold >= 1:
@@ -125,7 +123,7 @@ def plan_brownout_reference(
     for expert in sorted(range(num_experts), key=lambda e: (-counts[e], e)):
         if counts[expert] == 0:
             continue
-        if kept_tokens < wanted * (1.0 - _TOLERANCE) or threshold >= 1:
+        if kept_tokens < wanted * (1.0 - TOLERANCE) or threshold >= 1:
             kept_tokens += counts[expert]
         else:
             s2.append(expert)
@@ -192,16 +190,9 @@ def delegate_per_group(
         error_per_expert: float [E], mean squared output error of the united expert that would stand in.
     """
     if ids.device.type == "cpu" and isinstance(threshold, float) and not torch.compiler.is_compiling():
-        if (
-            ids.shape[0] == 1
-            and exact is None
-            and valid is None
-            and _one_token_saves_nothing(ids, threshold, group_of_expert, strategy)
-        ):
-            return None
-        return _delegate_on_cpu(
-            ids, weights, threshold, group_of_expert, strategy, valid, exact, keep, error_per_expert
-        )
+        from moe_opt.modeling.brownout_cpu import delegate_on_cpu
+
+        return delegate_on_cpu(ids, weights, threshold, group_of_expert, strategy, valid, exact, keep, error_per_expert)
     num_experts = group_of_expert.shape[0]
     browned = valid
     pinned = None
@@ -211,7 +202,7 @@ def delegate_per_group(
     counts = tokens_per_expert(ids, num_experts, browned)
     priority = None
     if keep != "count":
-        priority = _keep_priority(ids, weights, browned, num_experts, keep, error_per_expert)
+        priority = keep_priority(ids, weights, browned, num_experts, keep, error_per_expert)
     plan = plan_brownout(counts, threshold, group_of_expert, strategy, pinned=pinned, priority=priority)
     slots = plan.slot_of_expert[ids]
     if exact is not None:
@@ -221,7 +212,7 @@ def delegate_per_group(
     return merge_duplicates(slots, weights)
 
 
-def _keep_priority(
+def keep_priority(
     ids: torch.Tensor,
     weights: torch.Tensor,
     browned: torch.Tensor | None,
@@ -237,57 +228,6 @@ def _keep_priority(
     if keep == "error" and error_per_expert is not None:
         priority = priority * error_per_expert
     return priority
-
-
-def _one_token_saves_nothing(ids: torch.Tensor, threshold: float, group_of_expert: torch.Tensor, strategy: str) -> bool:
-    """Algorithm 1 for a single token, whose k experts have one assignment each: the k - n highest ids leave. A few
-    Python operations, because at batch 1 the experts themselves take little longer than a plan."""
-    if strategy == "full":
-        return False
-    experts = sorted(ids.tolist()[0])
-    kept = math.ceil(threshold * len(experts) * (1.0 - _TOLERANCE))
-    groups = group_of_expert.numpy()
-    leaving = [int(groups[expert]) for expert in experts[kept:]]
-    return len(set(leaving)) == len(leaving)
-
-
-def _delegate_on_cpu(
-    ids: torch.Tensor,
-    weights: torch.Tensor,
-    threshold: float,
-    group_of_expert: torch.Tensor,
-    strategy: str,
-    valid: torch.Tensor | None,
-    exact: torch.Tensor | None,
-    keep: str,
-    error_per_expert: torch.Tensor | None,
-) -> Delegation | None:
-    """`delegate_per_group` in host memory; None where the plan saves nothing."""
-    from moe_opt.modeling.brownout_cpu import plan_brownout_cpu
-
-    num_experts = group_of_expert.shape[0]
-    browned = valid
-    pinned = None
-    if exact is not None:
-        browned = ~exact if valid is None else valid & ~exact
-        exact_ids = ids[exact if valid is None else exact & valid].numpy().reshape(-1)
-        pinned = np.bincount(exact_ids, minlength=num_experts) > 0
-    browned_ids = (ids if browned is None else ids[browned]).numpy().reshape(-1)
-    counts = np.bincount(browned_ids, minlength=num_experts)
-    priority = None
-    if keep != "count":
-        priority = _keep_priority(ids, weights, browned, num_experts, keep, error_per_expert).detach().numpy()
-    plan = plan_brownout_cpu(counts, threshold, group_of_expert.numpy(), strategy, pinned=pinned, priority=priority)
-    if plan is None:
-        return None
-    slots = torch.from_numpy(plan)[ids]
-    if exact is not None:
-        slots = torch.where(exact.unsqueeze(1), ids, slots)
-    if valid is not None:
-        slots = torch.where(valid.unsqueeze(1), slots, -1)
-    if ids.shape[1] == 1 or strategy == "full":  # nothing can be computed twice
-        return Delegation(slots, weights.masked_fill(slots < 0, 0))
-    return merge_duplicates(slots, weights)
 
 
 def delegate_per_token(
@@ -317,7 +257,7 @@ def delegate_per_token(
     order = torch.argsort(mass, dim=1, descending=True, stable=True)
     in_order = mass.gather(1, order)
     before = in_order.cumsum(1) - in_order
-    keep_in_order = before < total * threshold * (1.0 - _TOLERANCE)
+    keep_in_order = before < total * threshold * (1.0 - TOLERANCE)
     keep_in_order = keep_in_order | (torch.arange(ids.shape[1], device=ids.device) == 0)
     keep = torch.empty_like(keep_in_order).scatter_(1, order, keep_in_order)
     if isinstance(threshold, torch.Tensor):

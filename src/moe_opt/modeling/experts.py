@@ -134,6 +134,8 @@ def fused_or_grouped(
         out = fused(module, hidden_states, top_k_index, top_k_weights)
         if out is not None:
             return out
+    if isinstance(module, ExpertsProxy):  # its dropped assignments are sentinels there
+        top_k_index = torch.where(top_k_index < 0, module.num_experts, top_k_index)
     return ALL_EXPERTS_FUNCTIONS["grouped_mm"](module, hidden_states, top_k_index, top_k_weights)
 
 

@@ -529,8 +529,10 @@ class MoERuntime:
             return kernel(originals, hidden, torch.where(ids < 0, count, ids), weights)
         pool = self._pool(module, child)
         if pool is not None:
-            both = ExpertsProxy(module, pool.weights)
-            return kernel(both, hidden, torch.where(ids < 0, both.num_experts, ids), weights)
+            both = pool.proxy(module)
+            if self.kernel != "fused":  # that one knows what -1 is
+                ids = torch.where(ids < 0, both.num_experts, ids)
+            return kernel(both, hidden, ids, weights)
         originals = ExpertsProxy(module, expert_tensors(module))
         stand_ins = ExpertsProxy(module, child(hidden))
         own = torch.where((ids < 0) | (ids >= count), count, ids)

@@ -109,6 +109,13 @@ class StepStats:
     def _share(self, routed: torch.Tensor | None, computed: torch.Tensor | None) -> torch.Tensor:
         if routed is None or computed is None:
             return torch.zeros((), dtype=torch.float64)
+        if routed is computed:
+            return torch.zeros((), dtype=torch.float64)
+        if routed.device.type == "cpu" and not torch.compiler.is_compiling():
+            moves = routed.numpy() != computed.numpy()
+            counted = self._context.valid_for(routed.shape[0], routed.device)
+            moves = moves if counted is None else moves[counted.numpy()]
+            return torch.tensor(float(moves.mean()) if moves.size else 0.0, dtype=torch.float64)
         moved = (routed != computed).to(torch.float64)
         valid = self._context.valid_for(routed.shape[0], routed.device)
         if valid is None:

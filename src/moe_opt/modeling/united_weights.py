@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_opt.modeling.experts import UNITED_ATTRIBUTE, expert_tensor_names
+from moe_opt.modeling.experts import UNITED_ATTRIBUTE, ExpertsProxy, expert_tensor_names
 
 
 class UnitedWeights(nn.Module):
@@ -63,6 +63,7 @@ class ExpertPool:
 
     def __init__(self, module: nn.Module, united: UnitedWeights) -> None:
         self.weights: dict[str, torch.Tensor] = {}
+        self._proxy: ExpertsProxy | None = None
         self._pointers: list[tuple[str, int, int]] = []
         # Built on first use, which may be inside inference mode; the storage must outlive it.
         with torch.inference_mode(False), torch.no_grad():
@@ -106,6 +107,12 @@ class ExpertPool:
             if original.data_ptr() != original_pointer or extra.data_ptr() != extra_pointer:
                 return False
         return True
+
+    def proxy(self, module: nn.Module) -> ExpertsProxy:
+        """Originals and united experts as one experts module."""
+        if self._proxy is None or self._proxy.module is not module:
+            self._proxy = ExpertsProxy(module, self.weights)
+        return self._proxy
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         return None  # a copied model has parameters of its own and builds its own pool

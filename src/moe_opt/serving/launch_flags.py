@@ -74,6 +74,7 @@ FLAGS: tuple[Flag, ...] = (
     Flag("dtype", _one_of(*DTYPES), "auto", "auto (the checkpoint's), float16, bfloat16 or float32"),
     Flag("device", str, None, "cpu, cuda, cuda:0, ...; default: cuda if there is one"),
     Flag("cpu-threads", int, None, "CPU threads of the model; default: OMP_NUM_THREADS, else all cores but one"),
+    Flag("cpu-prefill-threads", int, None, "in steps with prompts; default: all cores, or --cpu-threads if given"),
     Flag("trust-remote-code", _flag, False, "run code from the model's repository"),
     Flag("tokenizer-config-path", str, None, "tokenizer_config.json whose chat_template replaces the model's"),
     # addresses

@@ -56,22 +56,28 @@ def serve(values: dict[str, Any], sockets: list[socket.socket]) -> int:
         MoEOptError, OSError: the model or united experts cannot be served.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
-    _set_threads(values["cpu_threads"])
+    _set_threads(values)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(values, sockets))
 
 
-def _set_threads(wanted: int | None) -> None:
-    """Leave a core to the event loop: threads of a matrix product that wait for one that is busy with HTTP make every
-    product of every layer late. On two cores that halves the throughput.
+def _set_threads(values: dict[str, Any]) -> None:
+    """Leave a core to the event loop while decoding: threads of a matrix product that wait for one that is busy with
+    HTTP make every product of every layer late. On two cores that halves the throughput. Steps with prompts are long
+    enough to take all. Fills in `cpu_prefill_threads`.
 
     Raises:
         ConfigError: fewer than one.
     """
-    if wanted is not None and wanted < 1:
-        raise ConfigError(f"--cpu-threads must be at least 1, got {wanted}")
+    for key in ("cpu_threads", "cpu_prefill_threads"):
+        if values[key] is not None and values[key] < 1:
+            raise ConfigError(f"--{key.replace('_', '-')} must be at least 1, got {values[key]}")
+    wanted = values["cpu_threads"]
     if wanted is None and not os.environ.get("OMP_NUM_THREADS"):
-        wanted = max(1, len(os.sched_getaffinity(0)) - 1 if hasattr(os, "sched_getaffinity") else 1)
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+        wanted = max(1, cores - 1)
+        if values["cpu_prefill_threads"] is None:
+            values["cpu_prefill_threads"] = cores
     if wanted is not None:
         torch.set_num_threads(wanted)
 
@@ -165,6 +171,7 @@ def _engine_config(values: dict[str, Any]) -> EngineConfig:
         kv_pages=None if total is None else max(1, total // values["page_size"]),
         prefix_caching=values["prefix_caching"],
         cuda_graphs=values["cuda_graphs"],
+        prefill_threads=values["cpu_prefill_threads"],
     )
 
 

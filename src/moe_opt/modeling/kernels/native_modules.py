@@ -1,47 +1,58 @@
-"""Linear layers and norms of an engine step on a CPU, for as long as an engine has the model.
+"""The parts of a model that our CPU kernels compute, for as long as an engine has the model.
 
-torch hands a small bfloat16 product to a library that copies the weight into its own order at every call, which costs
-several times the product, and which compiles a kernel for every new number of rows: in a server each step has another.
-native/linear.cpp reads the weight as it lies, on AMX tiles. An RMS norm is six operations of a few microseconds each;
-native/rows.cpp is one.
+Modules are recognised by what they compute, not by their names: a part is taken if a trial gives what the kernel
+gives. Linear layers, MLPs, norms and routers get a forward function of their own; the rotary embedding is a function
+in a family's module of Transformers, which stands replaced while an engine is open, for inputs like the engine's.
 """
 
 from __future__ import annotations
 
 import ctypes
+import sys
+import threading
 from collections.abc import Callable
+from typing import Any
 
-import torch
 from torch import nn
 
 from moe_opt.modeling.kernels.native import library
+from moe_opt.modeling.kernels.native_linear import linear, mlp_or_none, takes_linear
+from moe_opt.modeling.kernels.native_rows import norm_or_none, rotary_or_none, router_or_none
 
-MAX_NORM_ROWS = 256  # beyond, torch's vectorised passes are as fast
+_ROTARY = "apply_rotary_pos_emb"
 
-_Forward = Callable[[torch.Tensor], torch.Tensor]
+_lock = threading.Lock()
+# By module name: what stood there, and how many models want it replaced.
+_replaced: dict[str, tuple[Callable[..., Any], int]] = {}
 
 
 class NativeModules:
-    """Takes over the modules of a model that a kernel of ours computes as they do; `remove` gives them back."""
+    """Takes over the parts of a model that a kernel of ours computes as they do; `remove` gives them back."""
 
     def __init__(self, model: nn.Module) -> None:
         self._modules: list[nn.Module] = []
+        self._rotary: list[str] = []
         loaded = library.load()
         if loaded is None:
             return
+        try:
+            self._take(model, loaded)
+        except BaseException:
+            self.remove()
+            raise
+
+    def _take(self, model: nn.Module, loaded: ctypes.CDLL) -> None:
         tiles = bool(loaded.moe_opt_has_tiles())
-        for module in model.modules():
+        for module in model.modules():  # from the outside in: an MLP is tried with its own layers
             if "forward" in module.__dict__:  # somebody's hook
                 continue
-            forward = None
-            if tiles and _is_linear(module):
-                assert isinstance(module, nn.Linear)
-                forward = _linear(module, loaded)
-            elif "norm" in type(module).__name__.lower():
-                forward = _norm_or_none(module, loaded)
+            forward = _forward_or_none(module, loaded, tiles)
             if forward is not None:
                 module.forward = forward
                 self._modules.append(module)
+        for name in sorted({type(module).__module__ for module in model.modules()}):
+            if _replace_rotary(name, loaded):
+                self._rotary.append(name)
 
     def __len__(self) -> int:
         return len(self._modules)
@@ -50,67 +61,46 @@ class NativeModules:
         for module in self._modules:
             module.__dict__.pop("forward", None)
         self._modules.clear()
+        for name in self._rotary:
+            _restore_rotary(name)
+        self._rotary.clear()
 
 
-def _is_linear(module: nn.Module) -> bool:
-    """A plain layer (no quantised subclass) in bfloat16 in memory."""
-    if type(module) is not nn.Linear:
-        return False
-    weight, bias = module.weight, module.bias
-    if bias is not None and bias.dtype != torch.bfloat16:
-        return False
-    return _in_memory(weight) and weight.dtype == torch.bfloat16 and weight.shape[1] % 2 == 0
-
-
-def _in_memory(weight: torch.Tensor) -> bool:
-    return weight.device.type == "cpu" and weight.is_contiguous()
-
-
-def _linear(module: nn.Linear, loaded: ctypes.CDLL) -> _Forward:
-    product = loaded.moe_opt_linear
-    columns, width = module.weight.shape
-
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        rows = x.numel() // width
-        weight, bias = module.weight, module.bias
-        if x.dtype != torch.bfloat16 or torch.is_grad_enabled() or not rows:
-            return nn.functional.linear(x, weight, bias)
-        x = x.contiguous()
-        out = x.new_empty(*x.shape[:-1], columns)
-        failed = product(
-            x.data_ptr(), rows, width, weight.data_ptr(), None if bias is None else bias.data_ptr(), columns,
-            out.data_ptr(), torch.get_num_threads(),
-        )  # fmt: skip
-        return nn.functional.linear(x, weight, bias) if failed else out
-
-    return forward
-
-
-def _norm_or_none(module: nn.Module, loaded: ctypes.CDLL) -> _Forward | None:
-    """Families compute their norms in several ways (1 + weight, float32 weights, none at all), so a module is taken if
-    it gives what the kernel gives, to a rounding of its dtype."""
-    eps, weight = getattr(module, "variance_epsilon", None), getattr(module, "weight", None)
-    if not isinstance(eps, float) or not isinstance(weight, nn.Parameter) or len(list(module.parameters())) != 1:
+def _forward_or_none(module: nn.Module, loaded: ctypes.CDLL, tiles: bool) -> Callable[..., Any] | None:
+    name = type(module).__name__.lower()
+    if "norm" in name:
+        return norm_or_none(module, loaded)
+    if "router" in name:
+        return router_or_none(module, loaded)
+    if not tiles:
         return None
-    if weight.dim() != 1 or weight.dtype not in library.DTYPES or not _in_memory(weight):
-        return None
-    norm, width, dtype = loaded.moe_opt_norm, weight.shape[0], weight.dtype
-    number = library.DTYPES[dtype]
-    own = module.forward
+    if takes_linear(module):
+        assert isinstance(module, nn.Linear)
+        return linear(module, loaded)
+    return mlp_or_none(module, loaded)
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        rows = x.numel() // width
-        if rows > MAX_NORM_ROWS or x.dtype != dtype or x.shape[-1] != width or torch.is_grad_enabled() or not rows:
-            return own(x)
-        x = x.contiguous()
-        out = torch.empty_like(x)
-        norm(x.data_ptr(), rows, width, weight.data_ptr(), eps, out.data_ptr(), number)
-        return out
 
-    trial = torch.randn(4, width, generator=torch.Generator().manual_seed(0)).to(dtype)
-    with torch.inference_mode():
-        expected, found = own(trial), forward(trial)
-    if expected.shape != found.shape or expected.dtype != dtype:
-        return None
-    close = torch.allclose(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
-    return forward if close else None
+def _replace_rotary(name: str, loaded: ctypes.CDLL) -> bool:
+    module = sys.modules.get(name)
+    with _lock:
+        if name in _replaced:
+            own, count = _replaced[name]
+            _replaced[name] = own, count + 1
+            return True
+        found = getattr(module, _ROTARY, None)
+        ours = rotary_or_none(found, loaded) if callable(found) else None
+        if ours is None:
+            return False
+        assert callable(found)
+        _replaced[name] = found, 1
+        setattr(module, _ROTARY, ours)
+        return True
+
+
+def _restore_rotary(name: str) -> None:
+    with _lock:
+        own, count = _replaced.pop(name)
+        if count > 1:
+            _replaced[name] = own, count - 1
+        else:
+            setattr(sys.modules[name], _ROTARY, own)

@@ -14,6 +14,12 @@ _SILU = ("SiLUActivation", "SiLU")
 _GELU_TANH = ("GELUTanh", "PytorchGELUTanh")
 
 
+def activation_of(function: Any) -> int | None:
+    """Index in `ACTIVATIONS` of a module between gate and up; None for one that is not fused."""
+    kind = type(function).__name__
+    return 0 if kind in _SILU else 1 if kind in _GELU_TANH else None
+
+
 @dataclass(frozen=True)
 class FusedWeights:
     """One layer's storage, as the kernels read it.
@@ -61,8 +67,8 @@ class FusedWeights:
             interleaved, activation = True, "gpt_oss"
             alpha, limit = float(owner.alpha), float(owner.limit)
         elif name == "_default_apply_gate":
-            kind = type(getattr(owner, "act_fn", None)).__name__
-            activation = "silu" if kind in _SILU else "gelu_tanh" if kind in _GELU_TANH else None
+            number = activation_of(getattr(owner, "act_fn", None))
+            activation = None if number is None else ACTIVATIONS[number]
         if activation is None:
             return None
         return cls(

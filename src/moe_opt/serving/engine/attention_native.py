@@ -1,7 +1,9 @@
-"""`RunsAttention` with the one-token rows of a step in a single call of ours per layer (native/attention.cpp).
+"""`RunsAttention` with the one-token rows of a step in a single call of ours per layer (native/attention.cpp), and
+chunks of prompts in one each (native/prefill.cpp).
 
 A decode step of 32 sequences is otherwise 32 attention calls a layer, and rows that share a prefix are merged piece by
-piece. Here a call writes the new keys and values and attends for all rows; chunks of prompts go torch's way.
+piece. Here a call writes the new keys and values and attends for all rows. Chunks go torch's way where the processor
+has no tiles for them and in other dtypes than bfloat16.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class NativeAttention(RunsAttention):
     def __init__(self, loaded: ctypes.CDLL) -> None:
         super().__init__()
         self._attend = loaded.moe_opt_attend
+        self._prefill = loaded.moe_opt_prefill
         self._runs: dict[int | None, _Runs] = {}
+        self._chunk_runs: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
         self._layers: dict[tuple[int, int], library.KV] = {}
 
     @staticmethod
@@ -44,6 +48,7 @@ class NativeAttention(RunsAttention):
     def begin(self, spans: Sequence[Span], slots: torch.Tensor) -> None:
         super().begin(spans, slots.contiguous())
         self._runs = {}
+        self._chunk_runs = {}
 
     def attend(
         self,
@@ -71,8 +76,34 @@ class NativeAttention(RunsAttention):
             raise MoEOptError(f"attention kernel: values of {layer.value_dim} dimensions; it takes {WIDEST_VALUE}")
         for span in self._chunks:
             rows = slice(span.start, span.start + span.count)
-            out[rows] = self._chunk(layer, span, query[rows], scale, sinks)[:, :, : layer.value_dim]
+            if not self._prefill_chunk(layer, span, query[rows], scale, denominators, out[rows]):
+                out[rows] = self._chunk(layer, span, query[rows], scale, sinks)[:, :, : layer.value_dim]
         return out
+
+    def _prefill_chunk(
+        self,
+        layer: LayerKV,
+        span: Span,
+        query: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+        out: torch.Tensor,
+    ) -> bool:
+        """Write a chunk's attention to `out`; False where the kernel has no form for it."""
+        if query.dtype != torch.bfloat16:
+            return False
+        read = 0 if layer.window is None else max(0, span.length - span.count + 1 - layer.window)
+        runs = self._chunk_runs.get((span.start, read))
+        if runs is None:
+            found = torch.tensor(visible_runs(span, read), dtype=torch.int64)
+            runs = self._chunk_runs[span.start, read] = found[:, 0].contiguous(), found[:, 1].contiguous()
+        first, tokens = runs
+        failed = self._prefill(
+            self._layer(layer), _rows(query), query.shape[1], span.count, span.length, read, first.data_ptr(),
+            tokens.data_ptr(), len(first), layer.window or 0, scale, None if sinks is None else sinks.data_ptr(),
+            out.data_ptr(), torch.get_num_threads(),
+        )  # fmt: skip
+        return not failed
 
     def _runs_of(self, window: int | None) -> _Runs:
         begins, first, tokens = [0], [], []

@@ -26,6 +26,9 @@ class EngineConfig:
         record_experts: count the router's choices per KV page (expert signatures); costs one scatter per step.
         step_statistics: read the number of active experts after each step (a host sync on CUDA).
         cuda_graphs: capture decode steps, CUDA only.
+        prefill_threads: torch's threads in steps with a chunk of a prompt, on a CPU; None leaves them as they are. A
+            decode step of a millisecond per layer must leave a core to whoever sends its tokens out, a prefill step
+            of tens of milliseconds need not.
     """
 
     max_batch_size: int = 32
@@ -40,13 +43,14 @@ class EngineConfig:
     record_experts: bool = True
     step_statistics: bool = True
     cuda_graphs: bool = True
+    prefill_threads: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_batch_prefill_tokens", "page_size"):
             self._at_least(name, 1)
         for name in ("max_waiting", "decode_between_prefills"):
             self._at_least(name, 0)
-        for name in ("max_total_tokens", "kv_pages", "kv_memory"):
+        for name in ("max_total_tokens", "kv_pages", "kv_memory", "prefill_threads"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
 

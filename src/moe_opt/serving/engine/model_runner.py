@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,15 +17,24 @@ from moe_opt.modeling.phase_settings import PHASES
 from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.modeling.scoring import score_items
 from moe_opt.modeling.step import StepStats
-from moe_opt.serving.engine.attention import IMPLEMENTATION, AttentionBackend, Span
+from moe_opt.serving.engine.attention import IMPLEMENTATION, AttentionBackend, LayerKV, Span
 from moe_opt.serving.engine.attention_choice import choose_backend
 from moe_opt.serving.engine.attention_cuda import VarlenAttention
 from moe_opt.serving.engine.config import EngineConfig
 from moe_opt.serving.engine.cuda_graphs import DecodeGraphs
 from moe_opt.serving.engine.expert_counts import PageExpertCounts
-from moe_opt.serving.engine.kv_pool import check_family, find_layers, make_pool, pages_that_fit, release_pool
+from moe_opt.serving.engine.kv_pool import (
+    LayerShape,
+    check_family,
+    find_layers,
+    make_pool,
+    pages_that_fit,
+    release_pool,
+)
 from moe_opt.serving.engine.kv_state import fingerprint_of
 from moe_opt.serving.engine.scheduler import Import, Plan, Row
+
+_CHUNK_TOKENS = 64  # prompt tokens of a step from which `prefill_threads` pay
 
 
 @dataclasses.dataclass(slots=True)
@@ -64,6 +74,9 @@ class ModelRunner:
         self.device = model.get_input_embeddings().weight.device
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self._previous_attention = model.config._attn_implementation
+        self.layers: list[LayerShape] = []
+        self.pool: list[LayerKV] = []
+        self._native: NativeModules | None = None
         model.set_attn_implementation(IMPLEMENTATION)
         try:
             self.layers = find_layers(model)
@@ -76,17 +89,17 @@ class ModelRunner:
             self.backend = self._make_backend()
             # one page more than the scheduler knows of: padding of captured decode steps writes there
             self.pool = make_pool(self.layers, (self.num_pages + 1) * config.page_size, self.backend)
+            self.counts: PageExpertCounts | None = None
+            if config.record_experts:
+                self.counts = PageExpertCounts(
+                    self.num_pages + 1, self.runtime.num_layers, self.runtime.num_experts, self.device, config.page_size
+                )
+            self.graphs = self._make_graphs()
+            self.fingerprint = fingerprint_of(model, self.layers)
             self._native = NativeModules(model) if self.device.type == "cpu" else None
-        except BaseException:
-            model.set_attn_implementation(self._previous_attention)
+        except BaseException:  # the model must not be left with a pool that nobody has
+            self.close()
             raise
-        self.counts: PageExpertCounts | None = None
-        if config.record_experts:
-            self.counts = PageExpertCounts(
-                self.num_pages + 1, self.runtime.num_layers, self.runtime.num_experts, self.device, config.page_size
-            )
-        self.graphs = self._make_graphs()
-        self.fingerprint = fingerprint_of(model, self.layers)
 
     def close(self) -> None:
         """Give the model its own attention back and free the pool."""
@@ -132,7 +145,9 @@ class ModelRunner:
                 setting = (settings.active, settings.strategy, settings.keep, settings.layers)
                 logits, step = self.graphs.run(packed, spans, exact, setting, plan.fresh_pages)
             else:
-                logits = self._forward(plan, packed, spans, wanted, exact)
+                threads = self.config.prefill_threads if packed.shape[1] >= len(rows) + _CHUNK_TOKENS else None
+                with _torch_threads(threads):
+                    logits = self._forward(plan, packed, spans, wanted, exact)
                 step = self.runtime.last_step
         finally:
             if self.counts is not None:
@@ -276,6 +291,20 @@ class ModelRunner:
             share = float(step.delegated_share.mean()) * tokens / touched
         active = float(step.active_experts.double().mean()) if self.config.step_statistics else None
         return share, active
+
+
+@contextlib.contextmanager
+def _torch_threads(wanted: int | None) -> Iterator[None]:
+    """With so many threads of torch's on this thread; None changes nothing."""
+    before = torch.get_num_threads()
+    if wanted is None or wanted == before:
+        yield
+        return
+    torch.set_num_threads(wanted)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _wanted_logits(rows: Sequence[Row]) -> tuple[list[int], list[int]]:

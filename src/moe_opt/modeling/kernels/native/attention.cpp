@@ -2,24 +2,10 @@
 //
 // A row reads the runs of neighbouring slots that hold its tokens, in place, a block at a time with a running softmax.
 // A task is a row and a KV head: the heads that share keys are the rows of its small matrix products.
+#include "kv.h"
 #include "tiles.h"
 
 using namespace moe_opt;
-
-extern "C" {
-// One layer's part of the pool. Strides count elements; the last dimension is contiguous. dtype: 0 float32,
-// 1 bfloat16, 2 float16. value_dim: width of the values that come in; wider ones lie in the pool behind zeros.
-struct MoeOptKV {
-  void *keys, *values;
-  int64_t slot_stride, head_stride, kv_heads, dim, value_dim;
-  int32_t dtype;
-};
-// [rows, heads, ...] with these strides.
-struct MoeOptRows {
-  const void* data;
-  int64_t row_stride, head_stride;
-};
-}
 
 namespace {
 

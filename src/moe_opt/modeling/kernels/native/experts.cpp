@@ -3,11 +3,12 @@
 // Assignments are listed by expert; a task owns a tile of one expert's weights, reads it once and applies it to all
 // tokens of that expert. Rows of a token are added up in the order of its assignments, so that equal inputs give equal
 // outputs with any number of threads. `experts_reference` (storage.py) says the same in torch.
-#include <memory>
 #include <new>
 #include <vector>
 
+#include "activation.h"
 #include "amx.h"
+#include "scratch.h"
 #include "tiles.h"
 
 using namespace moe_opt;
@@ -27,25 +28,6 @@ namespace {
 constexpr int kBlock = 256;           // columns of a task
 constexpr int kFewest = 3;            // tokens for which packing pays
 constexpr int64_t kAhead = 1 << 12;  // bytes of a weight that are asked for ahead of time, at most
-
-// Memory that stays with its thread from call to call: fresh pages cost more than what is written to them.
-class Scratch {
- public:
-  template <typename T>
-  T* of(int64_t count) {
-    const int64_t bytes = count * static_cast<int64_t>(sizeof(T));
-    if (bytes > size_) {
-      size_ = 0;
-      memory_.reset(new char[bytes]);
-      size_ = bytes;
-    }
-    return reinterpret_cast<T*>(memory_.get());
-  }
-
- private:
-  std::unique_ptr<char[]> memory_;
-  int64_t size_ = 0;
-};
 
 struct Lists {
   std::vector<int64_t> active, first, assignments;  // slots with tokens; where each one's list begins; token * top_k + j
@@ -125,37 +107,6 @@ void multiply(const T* const* a, int count, const T* weight, bool transposed, in
   }
 }
 
-inline void activate(const MoeOptExperts& layer, float* gate, const float* up, int count) {
-  switch (layer.activation) {
-    case 0: {  // silu
-      int at = 0;
-#ifdef MOE_OPT_AVX512
-      for (; at < count; at += 16) {
-        __mmask16 some = first_lanes(count - at);
-        __m512 g = _mm512_maskz_loadu_ps(some, gate + at), u = _mm512_maskz_loadu_ps(some, up + at);
-        // e^-g overflows to infinity below -88, and g / infinity is the 0 that silu has there
-        __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), g));
-        __m512 out = _mm512_mul_ps(_mm512_div_ps(g, _mm512_add_ps(_mm512_set1_ps(1.0f), e)), u);
-        _mm512_mask_storeu_ps(gate + at, some, out);
-      }
-#endif
-      for (; at < count; ++at) gate[at] = gate[at] / (1 + std::exp(-gate[at])) * up[at];
-      return;
-    }
-    case 1:  // gelu, tanh form
-      for (int at = 0; at < count; ++at) {
-        float g = gate[at], cubic = 0.7978845608028654f * (g + 0.044715f * g * g * g);
-        gate[at] = 0.5f * g * (1 + std::tanh(cubic)) * up[at];
-      }
-      return;
-    default:  // gpt-oss
-      for (int at = 0; at < count; ++at) {
-        float g = std::min(gate[at], layer.limit), u = std::max(-layer.limit, std::min(up[at], layer.limit));
-        gate[at] = (u + 1) * g / (1 + std::exp(-layer.alpha * g));
-      }
-  }
-}
-
 constexpr int kRows = 32;  // tokens of one expert that a task holds products of at a time
 
 template <typename T>
@@ -188,7 +139,7 @@ void gate_up_task(Call<T>& call, int64_t which, int64_t from) {
           const int64_t g = layer.interleaved ? 2 * (from + n) : from + n;
           gate[n] += to_float(bias[g]), up[n] += to_float(bias[layer.interleaved ? g + 1 : g + inner]);
         }
-      activate(layer, gate, up, columns);
+      activate({layer.activation, layer.alpha, layer.limit}, gate, up, columns);
       round_to(gate, 1.0f, columns, call.middle + call.lists.assignments[begin + m] * inner + from);
     }
   }

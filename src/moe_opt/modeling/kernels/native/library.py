@@ -22,7 +22,11 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-SOURCES = ("tiles.h", "amx.h", "experts.cpp", "attention.cpp", "linear.cpp", "rows.cpp")
+SOURCES = (
+    "tiles.h", "amx.h", "activation.h", "scratch.h", "kv.h",
+    "experts.cpp", "attention.cpp", "prefill.cpp", "linear.cpp", "rows.cpp",
+    "brownout.cpp",
+)  # fmt: skip
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # the kernels' numbers for them
 # The first set of flags that the compiler takes: OpenMP and -march=native are not everywhere.
 _FLAGS = (("-march=native", "-fopenmp"), ("-mcpu=native", "-fopenmp"), ("-march=native",), ("-mcpu=native",), ())
@@ -42,7 +46,7 @@ class Experts(ctypes.Structure):
 
 
 class KV(ctypes.Structure):
-    """`MoeOptKV` of attention.cpp."""
+    """`MoeOptKV` of kv.h."""
 
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("keys", "values")),
@@ -52,9 +56,18 @@ class KV(ctypes.Structure):
 
 
 class Rows(ctypes.Structure):
-    """`MoeOptRows` of attention.cpp."""
+    """`MoeOptRows` of kv.h."""
 
     _fields_ = [("data", ctypes.c_void_p), ("row_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
+
+
+class Heads(ctypes.Structure):
+    """`MoeOptHeads` of rows.cpp."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        *((name, ctypes.c_int64) for name in ("row_stride", "head_stride", "heads")),
+    ]
 
 
 @functools.cache
@@ -81,11 +94,35 @@ def load() -> ctypes.CDLL | None:
         pointer, number, number, number, pointer, pointer, pointer, ctypes.c_float, pointer, pointer, ctypes.c_int,
     ]  # fmt: skip
     library.moe_opt_linear.argtypes = [pointer, number, number, pointer, pointer, number, pointer, ctypes.c_int]
-    library.moe_opt_norm.argtypes = [pointer, number, number, pointer, ctypes.c_float, pointer, ctypes.c_int]
+    integer = ctypes.c_int
+    library.moe_opt_mlp.argtypes = [
+        pointer, number, number, pointer, pointer, number, pointer, number, integer, pointer, integer,
+    ]  # fmt: skip
+    library.moe_opt_prefill.argtypes = [
+        ctypes.POINTER(KV), ctypes.POINTER(Rows), number, number, number, number, pointer, pointer, number, number,
+        ctypes.c_float, pointer, pointer, integer,
+    ]  # fmt: skip
+    library.moe_opt_norm.argtypes = [pointer, number, number, pointer, ctypes.c_float, pointer, integer, integer]
     library.moe_opt_norm.restype = None
+    library.moe_opt_rotate.argtypes = [
+        ctypes.POINTER(Heads), ctypes.POINTER(Heads), number, number, number, pointer, pointer, integer, integer,
+    ]  # fmt: skip
+    library.moe_opt_rotate.restype = None
+    library.moe_opt_delegate.argtypes = [
+        pointer, number, number, pointer, number, pointer, ctypes.c_double, integer, pointer, pointer, pointer, pointer,
+        pointer,
+    ]  # fmt: skip
+    library.moe_opt_choose.argtypes = [
+        pointer, number, number, number, integer, pointer, pointer, integer, integer,
+    ]  # fmt: skip
     library.moe_opt_logsumexp.argtypes = [pointer, number, number, pointer, ctypes.c_int]
     library.moe_opt_logsumexp.restype = None
     return library
+
+
+def if_loaded() -> ctypes.CDLL | None:
+    """The library if somebody has asked for it by `load` already: nothing is compiled."""
+    return load() if load.cache_info().currsize else None
 
 
 def _compiler() -> str | None:

@@ -120,6 +120,19 @@ inline void store(bf16* p, __m512 x, __mmask16 some) {
   _mm256_mask_storeu_epi16(p, some, _mm256_loadu_si256((const __m256i*)narrow));
 #endif
 }
+// What is left of x when it is stored as T.
+inline __m512 rounded(__m512 x, const float*) { return x; }
+inline __m512 rounded(__m512 x, const fp16*) {
+  return _mm512_cvtph_ps(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
+}
+inline __m512 rounded(__m512 x, const bf16*) {
+#ifdef __AVX512BF16__
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x)), 16));
+#endif
+  bf16 narrow[16];
+  store(narrow, x, 0xffff);
+  return load(narrow);
+}
 inline __mmask16 first_lanes(int64_t count) { return count >= 16 ? 0xffff : (1u << count) - 1; }
 
 // Lane i is the sum over the lanes of v[i].
@@ -211,8 +224,10 @@ inline void axpy_tile(const A* const* a, const T* b, int64_t stride, int64_t k, 
     for (int v = 0; v < vectors; ++v) _mm512_mask_storeu_ps(out[m] + 16 * v, some[v], sums[m][v]);
 }
 
-// e^x to 2 ulp: 2^n * p(r), with Cephes' polynomial. Infinities come out right, and not a number stays so.
+// e^x to 2 ulp: 2^n * p(r), with Cephes' polynomial. Infinities come out right, and not a number stays so. Below the
+// smallest normal number it is 0: a processor takes a hundred cycles for each subnormal one.
 inline __m512 exp16(__m512 x) {
+  const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-87.0f), _CMP_NLT_UQ);
   x = _mm512_min_ps(_mm512_set1_ps(128.0f), _mm512_max_ps(_mm512_set1_ps(-128.0f), x));  // in this order NaN passes
   __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f)), 0x08);
   __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
@@ -224,7 +239,7 @@ inline __m512 exp16(__m512 x) {
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.6666665459e-1f));
   p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.0000001201e-1f));
   p = _mm512_fmadd_ps(p, _mm512_mul_ps(r, r), _mm512_add_ps(r, _mm512_set1_ps(1.0f)));
-  return _mm512_scalef_ps(p, n);
+  return _mm512_maskz_scalef_ps(normal, p, n);
 }
 
 inline float largest(const float* x, int64_t count, float least) {

@@ -91,7 +91,7 @@ def main() -> None:
     url = f"http://127.0.0.1:{port}"
     target = Target(url, dialect="openai", model=str(args.model))
     command = [args.vllm, "serve", str(args.model), "--port", str(port), "--dtype", args.dtype, "--max-num-seqs", "32",
-               "--max-model-len", "1024", *(["--enforce-eager"] if args.eager else [])]  # fmt: skip
+               "--max-model-len", "2048", *(["--enforce-eager"] if args.eager else [])]  # fmt: skip
     with server(command, url, {"VLLM_CPU_KVCACHE_SPACE": "1"}, args.logs / "vllm_peer.log"):
         results["vLLM"] = asyncio.run(measure(target, pool, args))
     for name, flags in (
@@ -100,7 +100,7 @@ def main() -> None:
     ):
         serve = [sys.executable, "-m", "moe_opt.serving.serve_command", "--model-id", str(args.model)]
         command = [*serve, "--port", str(port), "--hostname", "127.0.0.1", "--dtype", args.dtype]
-        command += ["--max-total-tokens", "1024", *flags]
+        command += ["--max-total-tokens", "2048", *flags]
         with server(command, url, {}, args.logs / "moe_opt_peer.log"):
             if flags:
                 body = b'{"threshold": 0.0}'

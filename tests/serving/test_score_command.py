@@ -18,7 +18,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_opt import MoEOptimizedForCausalLM
 from moe_opt.cli import main
+from moe_opt.serving.saturation import Calibration, calibrate
 from moe_opt.serving.score_rows import BadRow, ScoreRow, parse_row
 
 TEXTS = ["The court held that", "def add(a, b):", "Question: what is two and two?", "Die Stadt liegt an der"]
@@ -162,6 +164,69 @@ def test_two_processes(demo_model_dir: Path, tmp_path: Path) -> None:
         assert one["logprobs"] == pytest.approx(two["logprobs"], abs=2e-3)
 
 
+def test_streamed_experts_score_alike_and_a_restart_keeps_what_was_measured(
+    demo_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = make_rows(40)
+    source = write_rows(tmp_path / "in.jsonl", rows)
+    plain, streamed = tmp_path / "plain.jsonl", tmp_path / "streamed.jsonl"
+    assert main(arguments(demo_model_dir, source, plain)) == 0
+    capsys.readouterr()
+    assert main(arguments(demo_model_dir, source, streamed, "--async-ep", "offload")) == 0
+    assert "of the transfers hidden" in capsys.readouterr().err
+    for one, two in zip(read_rows(plain), read_rows(streamed), strict=True):
+        assert one["logprobs"] == pytest.approx(two["logprobs"], abs=2e-3)
+    progress = tmp_path / ".streamed.jsonl.progress"
+    state = json.loads(progress.read_text())
+    factor = state["measured"]["saturation"]
+    assert factor in (1, 2, 4, 8, 16)
+    # as if killed behind the first window, on a machine that would measure something else
+    whole = streamed.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    state.update(lines=16, rows=16, output_bytes=sum(map(len, lines[:16])), complete=False)
+    progress.write_text(json.dumps(state))
+    monkeypatch.setattr("moe_opt.serving.score_pool.calibrate", lambda *_: pytest.fail("measured again"))
+    assert main(arguments(demo_model_dir, source, streamed, "--async-ep", "offload")) == 0
+    assert streamed.read_bytes() == whole
+
+
+def test_processes_that_stream_agree_on_the_saturation(demo_model_dir: Path, tmp_path: Path) -> None:
+    source = write_rows(tmp_path / "in.jsonl", make_rows(32))
+    assert main(arguments(demo_model_dir, source, tmp_path / "one.jsonl")) == 0
+    flags = ("--async-ep", "offload", "--workers", "2", "--saturation", "2")
+    assert main(arguments(demo_model_dir, source, tmp_path / "two.jsonl", *flags)) == 0
+    assert json.loads((tmp_path / ".two.jsonl.progress").read_text())["measured"] == {"saturation": 2.0}
+    for one, two in zip(read_rows(tmp_path / "one.jsonl"), read_rows(tmp_path / "two.jsonl"), strict=True):
+        assert one["logprobs"] == pytest.approx(two["logprobs"], abs=2e-3)
+
+
+def test_calibration_times_layers_with_and_without_their_waits(demo_model_dir: Path) -> None:
+    model = MoEOptimizedForCausalLM.from_pretrained(demo_model_dir, moe_opt={"async_ep": "offload"}).eval()
+    streaming = model.moe_opt.async_ep
+    move = streaming._move
+
+    def slowly(layer: int, slot: int) -> None:
+        time.sleep(0.05)  # far longer than a layer of 64 tokens computes
+        move(layer, slot)
+
+    streaming._move = slowly
+    found = calibrate(model, 64)
+    assert found is not None
+    assert len(found.layer_seconds) == model.moe_opt.num_layers - 1
+    assert max(found.layer_seconds) >= 0.04
+    assert found.compute_seconds < 0.04
+    assert found.slowdown == pytest.approx(max(found.layer_seconds) / found.compute_seconds)
+    assert streaming.marks is None
+    assert calibrate(MoEOptimizedForCausalLM.from_pretrained(demo_model_dir, moe_opt=True).eval(), 64) is None
+
+
+@pytest.mark.parametrize(
+    ("slowdown", "factor"), [(1.0, 1), (1.05, 1), (1.3, 2), (2.0, 2), (2.1, 2), (3.0, 4), (9.0, 16), (1e6, 16)]
+)
+def test_the_factor_is_a_power_of_two(slowdown: float, factor: float) -> None:
+    assert Calibration(64, slowdown, (), 1.0).factor == factor
+
+
 def test_what_cannot_work_is_one_line(demo_model_dir: Path, tmp_path: Path, capsys) -> None:
     source = write_rows(tmp_path / "in.jsonl", make_rows(2))
     output = tmp_path / "out.jsonl"
@@ -177,6 +242,9 @@ def test_what_cannot_work_is_one_line(demo_model_dir: Path, tmp_path: Path, caps
     assert len(read_rows(output)) == 2
     assert main(arguments(demo_model_dir, source, output, "--no-share-prefixes")) == 2
     assert "another job (other share_prefixes)" in capsys.readouterr().err
+    for factor in ("0.5", "many", "nan"):
+        assert main(arguments(demo_model_dir, source, output, "--saturation", factor)) == 2
+        assert "--saturation must be auto or a factor from 1 to 16" in capsys.readouterr().err
 
 
 @settings(max_examples=100, deadline=None)

@@ -177,8 +177,8 @@ def evaluate_command(args: argparse.Namespace) -> dict[str, Any]:
 _NOT_RECORDED = frozenset(("model", "united", "device", "output", "quiet", "command", "run"))
 
 
-def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> tuple[Any, Any]:
-    """Model with `moe_opt` in eval mode, and its tokenizer.
+def load_model(path: str, *, dtype: str = "auto", device: str | None = None, moe_opt: Any = True) -> tuple[Any, Any]:
+    """Model with `moe_opt` (True or settings) in eval mode, and its tokenizer.
 
     Raises:
         ConfigError: no model at a local path, no tokenizer beside it, an unknown dtype or device.
@@ -207,7 +207,7 @@ def load_model(path: str, *, dtype: str = "auto", device: str | None = None) -> 
         raise ConfigError(f"{path} has no tokenizer: {str(error).strip().splitlines()[0]}") from error
     if not tokenizer("a text", add_special_tokens=False)["input_ids"]:  # what it makes of a folder without its files
         raise ConfigError(f"{path} has no tokenizer: the one that Transformers loads knows no text")
-    model = MoEOptimizedForCausalLM.from_pretrained(path, moe_opt=True, dtype=kind).to(target).eval()
+    model = MoEOptimizedForCausalLM.from_pretrained(path, moe_opt=moe_opt, dtype=kind).to(target).eval()
     return model, tokenizer
 
 

@@ -10,6 +10,7 @@ waits once, for its own weights.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import time
@@ -37,6 +38,8 @@ class StreamedExperts:
         mode: "offload", "gather" or "both". buffer_bytes: of all buffers together. resident_bytes: of experts that stay
             (a rank's part, the replicated first layer).
         transfer_seconds: per layer, of its last transfer. waited_seconds, moved_seconds: sums since `reset_times`.
+        marks: while it is a list, where each layer's experts begin: (layer, time on arrival, time when its weights are
+            there), as `layer_times` reads them.
     """
 
     def __init__(self, runtime: Any, source: ExpertSource, config: AsyncEPConfig, device: torch.device) -> None:
@@ -76,6 +79,7 @@ class StreamedExperts:
         self._used: list[Any] = [None] * slots  # CUDA: event after the last computation on a buffer
         self.transfer_seconds = [0.0] * self.num_layers
         self.waited_seconds = self.moved_seconds = 0.0
+        self.marks: list[tuple[int, Any, Any]] | None = None
 
     # ------------------------------------------------------------- memory
 
@@ -127,7 +131,10 @@ class StreamedExperts:
         """One layer's experts, as the experts function is called; the next layers' weights move meanwhile."""
         if torch.compiler.is_compiling():
             raise MoEOptError("weight streaming does not go with torch.compile")
+        arrived = self._now() if self.marks is not None else None
         tensors = self._take(layer)
+        if self.marks is not None:
+            self.marks.append((layer, arrived, self._now()))
         for ahead in range(1, len(self._buffers)):
             self._prefetch((layer + ahead) % self.num_layers, keep=layer)
         kernel = stock_function(module, self.runtime.kernel)
@@ -235,6 +242,29 @@ class StreamedExperts:
     def hidden_share(self) -> float:
         """Share of the transfer time that no layer waited for, since `reset_times`; nan before any transfer."""
         return 1.0 - min(1.0, self.waited_seconds / self.moved_seconds) if self.moved_seconds else float("nan")
+
+    def _now(self) -> Any:
+        """This moment: on CUDA as an event on the stream that computes."""
+        if self._stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def layer_times(self, marks: list[tuple[int, Any, Any]]) -> list[tuple[float, float]]:
+        """(seconds from one layer's experts to the next one's, seconds of it that weights were waited for) of a pass,
+        for all layers but the last."""
+        if self._stream is not None:
+            torch.cuda.synchronize(self.device)
+
+        def between(a: Any, b: Any) -> float:
+            return float(b - a) if self._stream is None else float(a.elapsed_time(b)) / 1e3
+
+        return [
+            (between(arrived, following[1]), between(arrived, there))
+            for (layer, arrived, there), following in itertools.pairwise(marks)
+            if following[0] == layer + 1
+        ]
 
     def reset_times(self) -> None:
         self.waited_seconds = self.moved_seconds = 0.0

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_opt.errors import ConfigError
+from moe_opt.serving.saturation import parse_factor
 from moe_opt.serving.score_rows import BadRow, ResultFiles, ScoreRow, parse_row, read_lines
 
 HELP = (
@@ -32,11 +33,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16, ...")
     parser.add_argument("--device", help="where to run (default: cuda if there is one)")
+    parser.add_argument(
+        "--experts-kernels", default="auto", choices=("auto", "grouped_mm", "batched_mm", "eager", "fused"),
+        help="auto takes our own on a CPU",
+    )  # fmt: skip
     parser.add_argument("--workers", type=int, default=1, help="processes, each with the model (default 1)")
     parser.add_argument("--max-batch-tokens", type=int, default=8192, help="tokens of a forward pass, padding included")
     parser.add_argument(
         "--window", type=int, default=512, help="rows that are sorted for shared prefixes, and committed, together"
     )
+    parser.add_argument(
+        "--async-ep", default="off", choices=("off", "auto", "offload"),
+        help="stream expert weights in from the checkpoint: always (offload) or if they do not fit (auto); default off",
+    )  # fmt: skip
+    parser.add_argument(
+        "--saturation", default="auto", metavar="FACTOR",
+        help="passes of FACTOR x --max-batch-tokens; auto measures at the first start how many hide the transfers of "
+        "--async-ep, and is 1 without it",
+    )  # fmt: skip
     parser.add_argument("--no-share-prefixes", action="store_true", help="run every choice by itself")
     parser.add_argument("--overwrite", action="store_true", help="begin anew even if the output is there")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
@@ -46,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     for name in ("workers", "max_batch_tokens", "window"):
         if getattr(args, name) < 1:
             raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(args, name)}")
+    parse_factor(args.saturation)
     if args.input.resolve() == args.output.resolve():
         raise ConfigError("--input and --output are the same file")
     next(iter(read_lines(args.input)), None)  # a wrong input fails before the model loads
@@ -72,24 +87,37 @@ def _job(args: argparse.Namespace) -> dict[str, Any]:
         "max_batch_tokens": args.max_batch_tokens,
         "window": args.window,
         "share_prefixes": not args.no_share_prefixes,
+        "async_ep": args.async_ep,
+        "experts_kernels": args.experts_kernels,
+        "saturation": args.saturation,
     }
 
 
 def _score_file(args: argparse.Namespace, files: ResultFiles) -> None:
     from tqdm import tqdm
+    from transformers.utils import logging as transformers_logging
 
     from moe_opt.serving.score_pool import LocalScorer, ScorerPool, ScorerSettings
 
-    settings = ScorerSettings(args.model_id, args.dtype, args.device, args.max_batch_tokens, not args.no_share_prefixes)
+    settings = ScorerSettings(
+        args.model_id, args.dtype, args.device, args.max_batch_tokens, not args.no_share_prefixes, args.async_ep,
+        args.experts_kernels,
+    )  # fmt: skip
+    factor = parse_factor(args.saturation)
+    if factor is None:  # a restart must not measure again: what runs together would be another matter
+        factor = files.measured.get("saturation", 1.0 if args.async_ep == "off" else None)
     scorer: LocalScorer | ScorerPool
+    if args.quiet or not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()  # a bar is no log line
     if args.workers == 1:
-        scorer = local = LocalScorer(settings)
+        scorer = local = LocalScorer(settings, factor)
         config, tokenizer = local.model.config, local.tokenizer
     else:
         from transformers import AutoConfig, AutoTokenizer
 
         config, tokenizer = AutoConfig.from_pretrained(args.model_id), AutoTokenizer.from_pretrained(args.model_id)
-        scorer = ScorerPool(settings, args.workers, config)
+        scorer = ScorerPool(settings, args.workers, config, factor)
+    files.measured["saturation"] = scorer.factor
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if files.lines:
         print(f"going on after line {files.lines:,} ({files.rows:,} rows are there)", file=sys.stderr)
@@ -196,6 +224,10 @@ def summary(scorer: Any, config: Any, files: ResultFiles, rows: int, seconds: fl
     if math.isfinite(flops) and stats.computed:
         peak = peak_flops(args.dtype, args.device) * args.workers
         text += f", MFU {100 * flops / seconds / peak:.1f} % of {peak / 1e9:,.0f} GFLOP/s"
+    if not math.isnan(scorer.hidden_share):
+        text += f", {100 * scorer.hidden_share:.1f} % of the transfers hidden"
+    if scorer.factor != 1:
+        text += f", saturation at {scorer.factor:g} x {args.max_batch_tokens:,} tokens"
     if files.bad:
         text += f"; {files.bad:,} bad rows in {files.errors_path}"
     return text

@@ -14,8 +14,10 @@ from moe_opt.cluster import Request, Worker
 from moe_opt.cluster.prefill import Cost, PrefillScheduler, saturation_from_calibration, token_cost
 from moe_opt.errors import ConfigError, MoEOptError, UnsupportedModelError
 from moe_opt.flops import FlopsModel
+from moe_opt.modeling.kernels.native_modules import NativeModules
 from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.modeling.scoring import ScoreStats, score_items
+from moe_opt.serving.saturation import calibrate
 
 _BLOCK = 16
 
@@ -29,29 +31,64 @@ class ScorerSettings:
     device: str | None
     max_batch_tokens: int
     share_prefixes: bool
+    async_ep: str = "off"
+    kernels: str = "auto"
 
 
 class LocalScorer:
-    """Scores in this process. `model` and `tokenizer` are loaded at once."""
+    """Scores in this process. `model` and `tokenizer` are loaded at once.
 
-    def __init__(self, settings: ScorerSettings) -> None:
+    A pass has `factor` times `max_batch_tokens`: with weights that stream in, as many as hide their transfer (Eq. 3).
+
+    Args:
+        factor: pins it; None measures it, which takes a few forward passes, for a model that streams.
+    """
+
+    def __init__(self, settings: ScorerSettings, factor: float | None = 1.0) -> None:
+        import torch
+
+        from moe_opt.config import MoEOptConfig
         from moe_opt.evaluation.command import load_model
 
         self.settings = settings
-        self.model, self.tokenizer = load_model(settings.model_id, dtype=settings.dtype, device=settings.device)
+        on_cpu = settings.device == "cpu" or (settings.device is None and not torch.cuda.is_available())
+        options = MoEOptConfig(
+            async_ep=None if settings.async_ep == "off" else settings.async_ep,
+            kernels="fused" if settings.kernels == "auto" and on_cpu else settings.kernels,
+        )
+        self.model, self.tokenizer = load_model(
+            settings.model_id, dtype=settings.dtype, device=settings.device, moe_opt=options
+        )
+        self._native = NativeModules(self.model) if on_cpu and options.kernels == "fused" else None
         self.stats = ScoreStats()
+        self.calibration = calibrate(self.model, settings.max_batch_tokens) if factor is None else None
+        self.factor = factor or (self.calibration.factor if self.calibration is not None else 1.0)
+        if self.streaming is not None:
+            self.streaming.reset_times()
+
+    @property
+    def streaming(self) -> Any:
+        """The model's `StreamedExperts`, None if its weights stay."""
+        return getattr(self.model.moe_opt, "async_ep", None)
+
+    @property
+    def hidden_share(self) -> float:
+        """Share of the transfer time that no layer waited for; nan without transfers."""
+        return math.nan if self.streaming is None else float(self.streaming.hidden_share)
 
     def score(self, items: Sequence[ScoreItem]) -> list[list[float]]:
         return score_items(
             self.model,
             items,
-            max_batch_tokens=self.settings.max_batch_tokens,
+            max_batch_tokens=round(self.settings.max_batch_tokens * self.factor),
             share_prefixes=self.settings.share_prefixes,
             stats=self.stats,
         )
 
     def close(self) -> None:
-        """Nothing to stop."""
+        """Give the model back."""
+        if self._native is not None:
+            self._native.remove()
 
 
 class ScorerPool:
@@ -60,33 +97,48 @@ class ScorerPool:
     Work goes out in rounds: a round closes when every process is saturated or the items are gone, and the next begins
     when all have answered. What runs together is then a matter of the items alone, not of timing, so that a restarted
     job gives the same numbers.
+
+    Args:
+        factor: as for `LocalScorer`; measured by each process, and the largest counts for all.
+        scheduler: who decides what goes where; `cluster.prefill_baselines` has others to compare with.
     """
 
-    def __init__(self, settings: ScorerSettings, processes: int, config: Any) -> None:
+    def __init__(
+        self,
+        settings: ScorerSettings,
+        processes: int,
+        config: Any,
+        factor: float | None = 1.0,
+        scheduler: type[PrefillScheduler] = PrefillScheduler,
+    ) -> None:
         self.stats = ScoreStats()
+        self._scheduler = scheduler
         try:
             flops = FlopsModel.from_config(config)
             self._cost: Cost = flops.prefill
             reference = flops.prefill(settings.max_batch_tokens)
         except (ConfigError, UnsupportedModelError):
             self._cost, reference = token_cost, float(settings.max_batch_tokens)
-        self.saturation = saturation_from_calibration(reference)
         context = multiprocessing.get_context("spawn")
         threads = max(1, (os.cpu_count() or 1) // processes)
         self._pipes: list[Connection] = []
         self._processes = []
         for _ in range(processes):
             mine, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, settings, threads), daemon=True)
+            process = context.Process(target=_serve, args=(theirs, settings, threads, factor), daemon=True)
             process.start()
             theirs.close()
             self._pipes.append(mine)
             self._processes.append(process)
+        factors = [self._receive(pipe) for pipe in self._pipes]  # loaded, or why not
+        self.factor = max(factors)
         for pipe in self._pipes:
-            self._receive(pipe)  # loaded, or why not
+            pipe.send(self.factor)
+        self.saturation = saturation_from_calibration(reference, (1.0, self.factor))
+        self._hidden: list[float] = []
 
     def score(self, items: Sequence[ScoreItem]) -> list[list[float]]:
-        scheduler = PrefillScheduler(self._cost, self.saturation, _BLOCK)
+        scheduler = self._scheduler(self._cost, self.saturation, _BLOCK)
         workers = [Worker(index, max_running=len(items)) for index in range(len(self._pipes))]
         waiting = [
             Request(number, len(item.prompt), block_hashes=_blocks(item.prompt)) for number, item in enumerate(items)
@@ -103,7 +155,8 @@ class ScorerPool:
             for index, numbers in enumerate(share):
                 if not numbers:
                     continue
-                values, stats = self._receive(self._pipes[index])
+                values, stats, hidden = self._receive(self._pipes[index])
+                self._hidden.append(hidden)
                 for number, value in zip(numbers, values, strict=True):
                     out[number] = value
                 self._add(stats)
@@ -111,6 +164,12 @@ class ScorerPool:
             done = {number for numbers in share for number in numbers}
             waiting = [request for request in waiting if request.id not in done]
         return out
+
+    @property
+    def hidden_share(self) -> float:
+        """Mean over the rounds of the processes; nan without transfers."""
+        known = [share for share in self._hidden if not math.isnan(share)]
+        return sum(known) / len(known) if known else math.nan
 
     def _add(self, stats: ScoreStats) -> None:
         for name in ("items", "choices", "asked", "prompt_tokens", "computed", "passes"):
@@ -146,17 +205,21 @@ def _blocks(prompt: Sequence[int]) -> tuple[int, ...]:
     return tuple(chain)
 
 
-def _serve(pipe: Connection, settings: ScorerSettings, threads: int) -> None:
+def _serve(pipe: Connection, settings: ScorerSettings, threads: int, factor: float | None) -> None:
     """A scoring process: items in, values and statistics out, until the pipe closes."""
     import torch
 
     torch.set_num_threads(threads)
     try:
-        scorer = LocalScorer(settings)
+        scorer = LocalScorer(settings, factor)
     except Exception as error:  # whatever it is, the parent says it and ends
         pipe.send(("error", str(error)))
         return
-    pipe.send(("ready", None))
+    pipe.send(("ready", scorer.factor))
+    try:
+        scorer.factor = pipe.recv()
+    except EOFError:
+        return
     while True:
         try:
             items = pipe.recv()
@@ -164,7 +227,7 @@ def _serve(pipe: Connection, settings: ScorerSettings, threads: int) -> None:
             return
         scorer.stats = ScoreStats()
         try:
-            pipe.send(("done", (scorer.score(items), scorer.stats)))
+            pipe.send(("done", (scorer.score(items), scorer.stats, scorer.hidden_share)))
         except Exception as error:
             pipe.send(("error", str(error)))
 

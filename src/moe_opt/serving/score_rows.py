@@ -115,6 +115,7 @@ class ResultFiles:
         self.progress_path = output.with_name(f".{output.name}.progress")
         self.job = job
         self.lines = self.rows = self.bad = 0
+        self.measured: dict[str, float] = {}  # what was measured at the first start and decides the output
         self.complete = False
         output.parent.mkdir(parents=True, exist_ok=True)
         if overwrite:
@@ -146,6 +147,7 @@ class ResultFiles:
                 "or --overwrite to begin anew"
             )
         self.lines, self.rows, self.bad = counts
+        self.measured = dict(saved.get("measured", {}))
         self.complete = bool(saved.get("complete"))
         return offsets
 
@@ -180,6 +182,7 @@ class ResultFiles:
     def _save(self) -> None:
         state = {
             "job": self.job,
+            "measured": self.measured,
             "lines": self.lines,
             "rows": self.rows,
             "bad": self.bad,

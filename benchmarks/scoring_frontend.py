@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from pathlib import Path
 from typing import Any
 
 from common import write_result

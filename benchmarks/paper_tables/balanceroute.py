@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from common import heavy, interval, log, offsets, repeated, store
+from common import OFFSETS, heavy, interval, log, offsets, repeated, store
 
 from moe_opt.devices import device_preset
 from moe_opt.report.plots import plot_loads
@@ -132,36 +132,37 @@ def sensitivity(name: str, section: str, workers: int) -> None:
     store(section, {"trace": name, "workers": workers, "rows": rows})
 
 
-def clairvoyant_gap(name: str, section: str, steps: int, warmup: int, tries: int = 400) -> None:
+def clairvoyant_gap(
+    name: str, section: str, steps: int, warmup: int, tries: int = 400, replicates: int = OFFSETS
+) -> None:
     """How much of the way from JSQ to a hindsight plan the routers go, with the same choice and with the
     whole pool."""
     trace = load_trace(name)
     rows: dict[str, Any] = {}
-    for label, policy, options in POLICIES:
-        if label in CORE:
-            rows[label], _ = heavy(trace, policy, options, preset_cost(), steps=steps, warmup=warmup)
-    for label, options in (("br-0, 32 candidates", {}), ("br-h oracle, 32 candidates", {})):
-        policy = "br-0" if label.startswith("br-0") else "br-h"
-        rows[label], _ = heavy(trace, policy, options | {"candidates": 32}, preset_cost(), steps=steps, warmup=warmup)
-    bounds: dict[str, Any] = {}
-    for label, candidates in (("whole pool", None),):
-        values = []
-        for offset in offsets(trace):
-            plan = clairvoyant(
-                rotate(trace, offset),
-                8,
-                32,
-                pool_depth=128,
-                steps=steps,
-                candidates=candidates,
-                window=24,
-                commit=8,
-                tries=tries,
-            )
-            values.append(plan.imbalance(warmup))
-            log(f"{section} clairvoyant {label} from {offset}: {values[-1]:,.0f}")
-        bounds[label] = interval(values) | {"runs": values}
-    store(section, {"trace": name, "summary": summarize(trace), "rows": rows, "bounds": bounds, "tries": tries})
+    routers = [entry for entry in POLICIES if entry[0] in CORE]
+    routers.append(("br-h oracle, H 8", "br-h", {"horizon": 8}))
+    routers += [(f"{label}, 32 candidates", policy, {"candidates": 32}) for label, policy, _ in routers[1:3]]
+    for label, policy, options in routers:
+        rows[label], _ = heavy(trace, policy, options, preset_cost(), steps=steps, warmup=warmup, replicates=replicates)
+    values = []
+    for offset in offsets(trace, replicates):
+        plan = clairvoyant(
+            rotate(trace, offset), 8, 32, pool_depth=128, steps=steps, candidates=None, window=24, commit=8, tries=tries
+        )
+        values.append(plan.imbalance(warmup))
+        log(f"{section} hindsight from {offset}: {values[-1]:,.0f}")
+    bounds = {"whole pool": interval(values) | {"runs": values}}
+    store(
+        section,
+        {
+            "trace": name,
+            "summary": summarize(trace),
+            "rows": rows,
+            "bounds": bounds,
+            "tries": tries,
+            "replicates": replicates,
+        },
+    )
 
 
 SECTIONS = {
@@ -175,9 +176,9 @@ SECTIONS = {
         "mooncake-conv", "balanceroute-bound-mooncake", 1600, 400, tries=1500
     ),
     "balanceroute-bound-servegen": lambda: clairvoyant_gap(
-        "servegen-m-large", "balanceroute-bound-servegen", 4000, 1500
+        "servegen-m-large", "balanceroute-bound-servegen", 4000, 1500, replicates=12
     ),
     "balanceroute-bound-servegen-r1": lambda: clairvoyant_gap(
-        "servegen-deepseek-r1", "balanceroute-bound-servegen-r1", 6000, 3000, tries=200
+        "servegen-deepseek-r1", "balanceroute-bound-servegen-r1", 6000, 3000, tries=200, replicates=12
     ),
 }

@@ -49,9 +49,9 @@ def _merge(section: str, values: dict[str, Any]) -> None:
     save_result(RESULTS, result)
 
 
-def offsets(trace: Sequence[TraceRequest]) -> list[int]:
+def offsets(trace: Sequence[TraceRequest], count: int = OFFSETS) -> list[int]:
     """Where the replicates begin."""
-    return [i * len(trace) // OFFSETS for i in range(OFFSETS)]
+    return [i * len(trace) // count for i in range(count)]
 
 
 def repeated(trace: Sequence[TraceRequest], times: int) -> list[TraceRequest]:
@@ -78,10 +78,11 @@ def heavy(
     steps: int | None = 3000,
     warmup: int = 500,
     record_loads: bool = False,
+    replicates: int = OFFSETS,
 ) -> tuple[dict[str, Any], list[SimResult]]:
     """One policy under heavy load from every offset: the columns of BalanceRoute's tables."""
     runs = []
-    for replicate, offset in enumerate(offsets(trace)):
+    for replicate, offset in enumerate(offsets(trace, replicates)):
         rows = rotate(trace, offset)
         seed = {"seed": replicate} if name in ("random", "p2c") else {}
         runs.append(

@@ -12,6 +12,7 @@ that has nothing to do.
 from __future__ import annotations
 
 import os
+import zlib
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from moe_opt.errors import ConfigError, MoEOptError
 from moe_opt.modeling.experts import ExpertsProxy, expert_tensor_names, expert_tensors, stock_function
 from moe_opt.modeling.metro import triton_works
 from moe_opt.modeling.placement import ExpertPlacement, place_experts
+from moe_opt.modeling.rebalancing import Rebalance
 from moe_opt.modeling.replica_dispatch import (
     Gathered,
     gather_tokens,
@@ -86,6 +88,8 @@ class ExpertParallel:
         self._plans: list[LayerPlan | None] = [None] * runtime.num_layers
         self._sizes: list[int] = []
         self._phase = "prefill"
+        # float64 [L, E]: choices of all ranks' tokens so far, equal on every rank; who rebalances lets them decay
+        self.load_counts = torch.zeros(runtime.num_layers, runtime.num_experts, dtype=torch.float64)
         self.bytes_read: int | None = None  # of experts, where this rank read its own ones only
         self.activated: list[torch.Tensor | None] = [None] * runtime.num_layers  # bool [E + U, G] of the last step
 
@@ -155,37 +159,15 @@ class ExpertParallel:
 
         Returns: how many expert weights this rank received, over all layers.
         """
-        if placement.hosts.shape != self.placement.hosts.shape:
-            raise ConfigError(
-                f"the new placement has shape {list(placement.hosts.shape)}, the current one "
-                f"{list(self.placement.hosts.shape)}"
-            )
-        received = 0
-        for layer, (_, module) in enumerate(self.runtime.layers):
-            old, new = self.placement.hosts[layer], placement.hosts[layer]
-            had, wants = self.held_experts(layer), placement.experts_of(layer, self.rank)
-            moves = torch.nonzero(new & ~old).tolist()
-            for key in expert_tensor_names(module):
-                before = module._parameters[key]
-                assert before is not None
-                after = before.new_empty((len(wants), *before.shape[1:]))
-                for slot, expert in enumerate(wants):
-                    if expert in had:
-                        after[slot] = before[had.index(expert)].detach()
-                for expert, target in moves:
-                    source = int(torch.nonzero(old[expert])[0])
-                    if source == self.rank:
-                        dist.send(before.detach()[had.index(expert)].contiguous(), self._global(target), self.group)
-                    elif target == self.rank:
-                        dist.recv(after[wants.index(expert)], self._global(source), self.group)
-                module._parameters[key] = nn.Parameter(after, False)
-            received += sum(1 for _, target in moves if target == self.rank)
+        change = Rebalance(self, lambda: placement, self.group)
+        with torch.no_grad():
+            change.run()
+        return change.finish()
+
+    def take(self, placement: ExpertPlacement) -> None:
+        """The weights lie as `placement` says from now on; see `Rebalance.finish`."""
         self.placement = placement
         self._plans = [None] * self.runtime.num_layers
-        return received
-
-    def _global(self, rank: int) -> int:
-        return rank if self.group is None else dist.get_global_rank(self.group, rank)
 
     # ------------------------------------------------------------- a step
 
@@ -197,18 +179,29 @@ class ExpertParallel:
             MoEOptError: ranks with different brownout settings; all ranks raise it.
         """
         device = self.runtime.device
-        thresholds = [self.runtime.brownout(name).threshold for name in _PHASES]
-        mine = torch.tensor([tokens, _PHASES.index(phase), *thresholds], dtype=torch.float64, device=device)
+        settings = [*(self.runtime.brownout(name).threshold for name in _PHASES), self.settings_digest()]
+        mine = torch.tensor([tokens, _PHASES.index(phase), *settings], dtype=torch.float64, device=device)
         headers = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         dist.all_gather(headers, mine, group=self.group)
         rows = torch.stack(headers).cpu()
-        if (rows[:, 2:] != rows[0, 2:]).any():
+        if (rows[:, 2:4] != rows[0, 2:4]).any():
             raise MoEOptError(
-                f"brownout thresholds differ between the ranks of the group ({rows[:, 2:].tolist()}): set them alike"
+                f"brownout thresholds differ between the ranks of the group ({rows[:, 2:4].tolist()}): set them alike"
             )
+        if (rows[:, 2:4] < 1).any() and (rows[:, 4] != rows[0, 4]).any():
+            raise MoEOptError("strategy, keep rule, layers or united experts differ between the ranks: set them alike")
         self._sizes = rows[:, 0].to(torch.int64).tolist()
         self._phase = _PHASES[int(rows[:, 1].max())]
         return self._phase
+
+    def settings_digest(self) -> int:
+        """A number for what brownout does here apart from the thresholds; ranks must agree on it."""
+        found = [
+            (s.strategy, s.keep, None if s.layers is None else tuple(sorted(s.layers)))
+            for s in map(self.runtime.brownout, _PHASES)
+        ]
+        united = self.runtime.united_config
+        return zlib.crc32(repr((found, None if united is None else united.ways)).encode())
 
     def run(
         self,
@@ -237,14 +230,23 @@ class ExpertParallel:
                 "model, not its layers"
             )
         gathered = gather_tokens(hidden, ids.to(torch.int64), weights, valid, exact, self._sizes, self.group)
+        self._count(layer, gathered)
         plan = self.plan(layer, module)
         chosen_ids, chosen_weights = self._after_brownout(layer, module, gathered)
         mine = self._mine(layer, plan, chosen_ids, gathered.total)
         local = torch.where(mine, plan.slot_of_expert[chosen_ids.clamp_min(0)], plan.num_held)
         proxy = ExpertsProxy(module, self._storage(module))
-        kernel = stock_function(module, "batched_mm" if self.runtime.kernel == "batched_mm" else "grouped_mm")
+        own = self.runtime.kernel if self.runtime.kernel in ("batched_mm", "fused") else "grouped_mm"
+        kernel = stock_function(module, own)
         out = kernel(proxy, gathered.hidden, local, chosen_weights.masked_fill(~mine, 0))
         return self._combine(out, tokens), torch.where(mine, chosen_ids, -1)
+
+    def _count(self, layer: int, gathered: Gathered) -> None:
+        if self.load_counts.device != gathered.ids.device:
+            self.load_counts = self.load_counts.to(gathered.ids.device)
+        routed = gathered.ids * gathered.valid.unsqueeze(1)
+        real = gathered.valid.unsqueeze(1).expand_as(routed).reshape(-1).to(torch.float64)
+        self.load_counts[layer].scatter_add_(0, routed.reshape(-1), real)
 
     def _after_brownout(self, layer: int, module: nn.Module, gathered: Gathered) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots and weights of all tokens after brownout, the same on every rank; padding has slot -1."""

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moe_opt.config import KERNELS
+from moe_opt.config import KERNELS, REPLICA_METHODS
 from moe_opt.errors import ConfigError
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -107,6 +107,13 @@ FLAGS: tuple[Flag, ...] = (
     Flag("page-size", int, 16, "tokens of a KV page"),
     Flag("cuda-graphs", _flag, True, "capture decode steps (CUDA)"),
     Flag("experts-kernels", _one_of(*KERNELS), "auto", "experts kernels; auto: ours on a CPU, else Transformers'"),
+    # one expert-parallel group
+    Flag("expert-parallel", int, None, "ranks that share the experts; rank r serves on --port + r"),
+    Flag("replica-choice", _one_of(*REPLICA_METHODS), "metro", "which replica of an expert a decode step reads"),
+    Flag("expert-replication", float, 1.0, "expert weights on all ranks together, over the number of experts"),
+    Flag("expert-placement", str, None, "file of ExpertPlacement.save; default: all experts equally popular"),
+    Flag("rebalance-steps", int, 0, "move experts to the loads seen, every so many steps; 0: never"),
+    Flag("group-timeout", float, 120.0, "seconds after which a rank that does not answer is given up"),
     # prefill and decode on different workers
     Flag("kv-role", _one_of("prefill", "decode", "both"), None, "worker of a fleet: hands KV on or takes it"),
     Flag("kv-host", str, None, "address under which other workers reach this one; default: hostname, or 127.0.0.1"),
@@ -203,6 +210,13 @@ def resolve(args: argparse.Namespace, environ: Mapping[str, str] | None = None) 
     ignored = [where for name in _IGNORED for text, where in [_text(args, env, name)] if text is not None]
     warnings = [f"{where} has no effect here" for where in ignored if where.startswith("--")]
     return values, warnings
+
+
+def given_flags(args: argparse.Namespace) -> list[str]:
+    """The command line again, as far as it has settings of ours."""
+    names = [*(flag.name for flag in FLAGS), *_REFUSED, *_IGNORED]
+    texts = [(name, getattr(args, name.replace("-", "_"), None)) for name in names]
+    return [part for name, text in texts if text is not None for part in (f"--{name}", text)]
 
 
 def _given(args: argparse.Namespace, env: Mapping[str, str], flag: Flag) -> tuple[str | None, str]:

@@ -6,8 +6,9 @@ import argparse
 import sys
 
 from moe_opt.errors import MoEOptError
+from moe_opt.serving.expert_group import own_rank, run_group
 from moe_opt.serving.launch_flags import add_arguments as add_flags
-from moe_opt.serving.launch_flags import resolve
+from moe_opt.serving.launch_flags import given_flags, resolve
 from moe_opt.serving.preflight import preflight
 
 HELP = "serve a MoE model over TGI's and OpenAI's HTTP API"
@@ -28,6 +29,12 @@ def run(args: argparse.Namespace) -> int:
     values, warnings = resolve(args)
     for warning in warnings:
         print(f"moe-opt serve: {warning}", file=sys.stderr)
+    rank = own_rank(values)
+    if values["expert_parallel"] is not None and rank is None:
+        return run_group([sys.executable, "-m", "moe_opt.cli", "serve", *given_flags(args)], values)
+    if rank:
+        for key in ("port", "prometheus_port"):
+            values[key] = values[key] and values[key] + rank  # a free port (0) stays one
     sockets = preflight(values)
     try:
         from moe_opt.serving.worker import serve  # only now: it imports torch and Transformers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from moe_opt.config import MoEOptConfig
+from moe_opt.config import ExpertParallelConfig, MoEOptConfig
 from moe_opt.errors import ConfigError, MoEOptError
 from moe_opt.modeling.auto import MoEOptimizedForCausalLM
 from moe_opt.modeling.united import CONFIG_NAME, UnitedExperts, UnitedExpertsConfig
@@ -57,6 +58,7 @@ def serve(values: dict[str, Any], sockets: list[socket.socket]) -> int:
     """
     sys.setswitchinterval(_SWITCH_INTERVAL)
     _set_threads(values)
+    _join_group(values)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         return runner.run(_serve(values, sockets))
 
@@ -82,6 +84,28 @@ def _set_threads(values: dict[str, Any]) -> None:
         torch.set_num_threads(wanted)
 
 
+def _join_group(values: dict[str, Any]) -> None:
+    """The process group of `--expert-parallel`, whose collectives give a silent rank up."""
+    if values["expert_parallel"] is None:
+        return
+    import torch.distributed as dist
+
+    if not values["group_timeout"] > 0:
+        raise ConfigError(f"--group-timeout must be above 0 seconds, got {values['group_timeout']}")
+    backend = "nccl" if torch.cuda.is_available() and values["device"] != "cpu" else "gloo"
+    dist.init_process_group(backend, timeout=datetime.timedelta(seconds=values["group_timeout"]))
+
+
+def _expert_parallel(values: dict[str, Any]) -> ExpertParallelConfig | None:
+    if values["expert_parallel"] is None:
+        return None
+    return ExpertParallelConfig(
+        method=values["replica_choice"],
+        replication=values["expert_replication"],
+        placement=values["expert_placement"],
+    )
+
+
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
     """uvloop where it is installed: every token crosses the event loop, which shares the GIL with the engine."""
     try:
@@ -100,6 +124,7 @@ def load_model(values: dict[str, Any]) -> tuple[Any, Any]:
         # our own decode kernels; where they cannot be compiled, Transformers' run
         kernels="fused" if values["experts_kernels"] == "auto" and device == "cpu" else values["experts_kernels"],
     )
+    settings.expert_parallel = _expert_parallel(values)
     if values["united_experts"] is not None:
         settings.united_experts, settings.ways = values["united_experts"], values["ways"]
     if values["json_output"] or not sys.stderr.isatty():
@@ -152,7 +177,8 @@ def _start_brownout(values: dict[str, Any], model: Any) -> None:
     """Strategy and keep rule; every threshold stays 1 until a controller or an operator lowers it."""
     runtime = model.moe_opt
     has_objective = values["slo_ttft"] is not None or values["slo_tpot"] is not None
-    strategy = values["brownout_strategy"] or ("partial" if runtime.united_config is not None else "reroute")
+    without_united = "reroute" if runtime.expert_parallel is None else "top-k"  # that one needs no scores of all ranks
+    strategy = values["brownout_strategy"] or ("partial" if runtime.united_config is not None else without_united)
     if has_objective and strategy == "partial" and runtime.united_config is None:
         raise ConfigError("--brownout-strategy partial needs --united-experts; 'reroute' works without")
     runtime.set_brownout(threshold=1.0, strategy=strategy)
@@ -172,6 +198,8 @@ def _engine_config(values: dict[str, Any]) -> EngineConfig:
         prefix_caching=values["prefix_caching"],
         cuda_graphs=values["cuda_graphs"],
         prefill_threads=values["cpu_prefill_threads"],
+        rebalance_steps=values["rebalance_steps"],
+        group_timeout=values["group_timeout"],
     )
 
 
@@ -301,12 +329,16 @@ async def _until_stopped(state: ApiState, stop: asyncio.Event) -> int:
         if not state.engine.alive:
             logger.error("the engine stopped; ending")
             return 1
+        if state.engine.group_leaves:
+            logger.info("another rank of the group ends, and so does this one")
+            break
     return 0
 
 
 async def _shut_down(state: ApiState, timeout: float, sites: list[web.BaseSite]) -> None:
     """Take no more connections and requests, and let those in flight finish."""
     state.service.draining = True
+    state.engine.leave()
     logger.info("shutting down: %d requests in flight get up to %.0f s", state.open_requests, timeout)
     for site in sites:
         await site.stop()

@@ -12,9 +12,11 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
+from moe_opt.errors import MoEOptError
 from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.serving.engine.config import EngineConfig
 from moe_opt.serving.engine.engine import Engine
+from moe_opt.serving.engine.lockstep import IDLE_SECONDS, LockStep
 from moe_opt.serving.engine.types import (
     BrownoutStatus,
     EngineClosedError,
@@ -104,6 +106,19 @@ class AsyncEngine:
         self._stop = False
         self._snapshot = self.engine.stats()
         self._compiling: set[asyncio.Task[None]] = set()
+        self._lock_step: LockStep | None = None
+        self._leaving = self._group_leaves = False
+        if model.moe_opt.expert_parallel is not None:
+            self._lock_step = LockStep(model.moe_opt, self.config.rebalance_steps, self.config.group_timeout)
+
+    def leave(self) -> None:
+        """Tell the other ranks of an expert-parallel group that this one wants to end."""
+        self._leaving = True
+
+    @property
+    def group_leaves(self) -> bool:
+        """Whether a rank of this engine's expert-parallel group wants to end, so that all have to."""
+        return self._group_leaves
 
     @property
     def max_total_tokens(self) -> int:
@@ -255,21 +270,44 @@ class AsyncEngine:
     def _run(self) -> None:
         engine = self.engine
         try:
-            while not self._stop:
-                self._obey(wait=not engine.has_work)
-                outcomes = engine.step() if engine.has_work and not self._stop else []
+            while not self._stop or self._lock_step is not None:
+                if self._lock_step is None:
+                    self._obey(wait=not engine.has_work)
+                    outcomes = engine.step() if engine.has_work and not self._stop else []
+                else:
+                    self._obey(wait=not engine.has_work, seconds=IDLE_SECONDS)
+                    if (found := self._step_in_group(self._lock_step)) is None:
+                        break
+                    outcomes = found
                 self._snapshot = engine.stats()
                 if outcomes:
                     self._send(outcomes)
+        except MoEOptError as error:  # of the group: nothing can go on without the others
+            logger.error("%s", error)
         finally:
             engine.close()
             self._snapshot = engine.stats()
             self._call_on_loop(self._end_streams)
 
-    def _obey(self, wait: bool) -> None:
-        """Run every command that came in; with `wait`, until there is at least one."""
+    def _step_in_group(self, group: LockStep) -> list[tuple[str, Event | Exception]] | None:
+        """A step of all ranks; None when all have ended."""
+        engine = self.engine
+        work = engine.has_work and not self._stop
+        turn = group.turn(work, self._leaving, self._stop, engine.wanted_thresholds)
+        self._group_leaves = self._group_leaves or turn.leaving
+        if turn.over:
+            return None
+        before = engine.runner.passes
+        outcomes = engine.step() if work else []
+        if turn.run and engine.runner.passes == before:
+            engine.idle()
+        return outcomes
+
+    def _obey(self, wait: bool, seconds: float | None = None) -> None:
+        """Run every command that came in; with `wait`, until there is at least one, or for so many seconds."""
         if wait:
-            self._commands.get()()
+            with contextlib.suppress(queue.Empty):
+                self._commands.get(timeout=seconds)()
         with contextlib.suppress(queue.Empty):
             while True:
                 self._commands.get_nowait()()

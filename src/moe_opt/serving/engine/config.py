@@ -29,6 +29,7 @@ class EngineConfig:
         prefill_threads: torch's threads in steps with a chunk of a prompt, on a CPU; None leaves them as they are. A
             decode step of a millisecond per layer must leave a core to whoever sends its tokens out, a prefill step
             of tens of milliseconds need not.
+        rebalance_steps, group_timeout: of an expert-parallel group (`LockStep`).
     """
 
     max_batch_size: int = 32
@@ -44,15 +45,20 @@ class EngineConfig:
     step_statistics: bool = True
     cuda_graphs: bool = True
     prefill_threads: int | None = None
+    rebalance_steps: int = 0
+    group_timeout: float = 120.0
 
     def __post_init__(self) -> None:
         for name in ("max_batch_size", "max_batch_prefill_tokens", "page_size"):
             self._at_least(name, 1)
-        for name in ("max_waiting", "decode_between_prefills"):
+        for name in ("max_waiting", "decode_between_prefills", "rebalance_steps"):
             self._at_least(name, 0)
         for name in ("max_total_tokens", "kv_pages", "kv_memory", "prefill_threads"):
             if getattr(self, name) is not None:
                 self._at_least(name, 1)
+
+        if not self.group_timeout > 0:
+            raise ConfigError(f"engine: group_timeout must be above 0 seconds, got {self.group_timeout!r}")
 
     def _at_least(self, name: str, lowest: int) -> None:
         value = getattr(self, name)

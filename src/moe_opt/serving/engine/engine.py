@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from moe_opt.modeling.phase_settings import PHASES
 from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.modeling.united import UnitedExperts, attach_united_experts, detach_united_experts
 from moe_opt.serving.engine.config import EngineConfig
@@ -79,6 +80,7 @@ class Engine:
         self._finished = self._cancelled = self._failed = 0
         self._last_step_seconds = 0.0
         self._closed = False
+        self.wanted_thresholds = {phase: self.runner.runtime.brownout(phase).threshold for phase in PHASES}
 
     # ------------------------------------------------------------- requests
 
@@ -182,8 +184,13 @@ class Engine:
         return BrownoutStatus(phases["prefill"], phases["decode"], ways)
 
     def set_brownout(self, **settings: Any) -> None:
-        """`MoERuntime.set_brownout`; applies from the next step on."""
+        """`MoERuntime.set_brownout`; applies from the next step on, in an expert-parallel group with the lowest
+        threshold that a rank wants."""
         self.runner.runtime.set_brownout(**settings)
+        if settings.get("threshold") is not None:
+            phase = settings.get("phase")
+            for name in PHASES if phase is None else (phase,):
+                self.wanted_thresholds[name] = self.runner.runtime.brownout(name).threshold
 
     def swap_united(self, united: UnitedExperts | None) -> None:
         """Exchange the united experts, or take them off (None). Nothing that runs fails; KV pages that old ones had a
@@ -195,8 +202,14 @@ class Engine:
         self.runner.weights_moved()
         self.scheduler.forget_browned()
 
+    def idle(self) -> None:
+        """A step of an expert-parallel group in which this rank has nothing to do."""
+        self.runner.idle()
+
     def score(self, items: Listing[ScoreItem]) -> list[list[float]]:
         """See `EngineClient.score`."""
+        if self.runner.runtime.expert_parallel is not None:
+            raise InvalidRequestError("scoring is not served by an expert-parallel group: use a server of its own")
         return self.runner.score(items)
 
     # ------------------------------------------------------------- the step
@@ -219,6 +232,8 @@ class Engine:
             result = self.runner.run(plan)
             outcomes, ttft, tpot = self._outcomes(rows, result, started)
         except Exception as error:  # a failed step ends the requests in it, not the engine
+            if self.runner.runtime.expert_parallel is not None:
+                raise  # the other ranks wait in the middle of it
             logger.exception("engine step failed with %d requests", len(rows))
             return [self._fail(row.sequence, error) for row in rows if self._holds(row.sequence)]
         self._count(plan, result, started, ttft, tpot)

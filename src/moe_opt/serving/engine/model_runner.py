@@ -74,6 +74,7 @@ class ModelRunner:
         self.device = model.get_input_embeddings().weight.device
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self._previous_attention = model.config._attn_implementation
+        self.passes = 0  # forward passes over the pool so far
         self.layers: list[LayerShape] = []
         self.pool: list[LayerKV] = []
         self._native: NativeModules | None = None
@@ -140,6 +141,7 @@ class ModelRunner:
             exact = ~torch.as_tensor(browned).repeat_interleave(counts)
         if self.counts is not None:
             self.runtime.recorders.append(self.counts)
+        self.passes += 1
         try:
             if self.graphs is not None and not plan.prefill:
                 setting = (settings.active, settings.strategy, settings.keep, settings.layers)
@@ -154,6 +156,24 @@ class ModelRunner:
                 self.runtime.recorders.remove(self.counts)
         share, active = self._statistics(step, rows, browned)
         return Pass(logits, first_of_row, browned, threshold, share, active, time.perf_counter() - started)
+
+    def idle(self) -> None:
+        """Take part in a forward pass of the other ranks with one token of padding, in the scratch page."""
+        slot = self.num_pages * self.config.page_size
+        packed = torch.tensor([[0], [0], [slot], [self.num_pages]])
+        if self.counts is not None:
+            self.counts.begin(packed[3].to(self.device), [])
+            self.runtime.recorders.append(self.counts)
+        try:
+            self.backend.begin([Span(0, 1, 1, [self.num_pages], [(slot, 1)])], packed[2].to(self.device))
+            with torch.inference_mode(), self.runtime.batch([-1], "decode"):
+                self.model(
+                    input_ids=packed[:1].to(self.device), position_ids=packed[1:2].to(self.device), use_cache=False
+                )
+        finally:
+            if self.counts is not None:
+                self.runtime.recorders.remove(self.counts)
+        self.passes += 1
 
     def weights_moved(self) -> None:
         """United experts came or went: captured steps read weights that are no more."""

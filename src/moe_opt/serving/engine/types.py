@@ -325,6 +325,15 @@ class EngineClient(Protocol):
         """Whether the engine's thread runs."""
         ...
 
+    @property
+    def group_leaves(self) -> bool:
+        """Whether a rank of this engine's expert-parallel group wants to end, so that all have to."""
+        ...
+
+    def leave(self) -> None:
+        """Tell the other ranks of an expert-parallel group that this one wants to end."""
+        ...
+
     async def start(self) -> None: ...
 
     def submit(self, request: GenerationRequest) -> AsyncIterator[Event]:

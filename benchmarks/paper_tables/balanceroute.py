@@ -140,8 +140,9 @@ def clairvoyant_gap(
     trace = load_trace(name)
     rows: dict[str, Any] = {}
     routers = [entry for entry in POLICIES if entry[0] in CORE]
-    routers.append(("br-h oracle, H 8", "br-h", {"horizon": 8}))
     routers += [(f"{label}, 32 candidates", policy, {"candidates": 32}) for label, policy, _ in routers[1:3]]
+    # as the hindsight plan has it: the whole pool to choose from, and outputs seen to their end
+    routers.append(("br-h oracle, 128 candidates, H 200", "br-h", {"candidates": 128, "horizon": 200, "gamma": 0.98}))
     for label, policy, options in routers:
         rows[label], _ = heavy(trace, policy, options, preset_cost(), steps=steps, warmup=warmup, replicates=replicates)
     values = []
@@ -176,7 +177,7 @@ SECTIONS = {
         "mooncake-conv", "balanceroute-bound-mooncake", 1600, 400, tries=1500
     ),
     "balanceroute-bound-servegen": lambda: clairvoyant_gap(
-        "servegen-m-large", "balanceroute-bound-servegen", 4000, 1500, replicates=12
+        "servegen-m-large", "balanceroute-bound-servegen", 4000, 1500, replicates=24
     ),
     "balanceroute-bound-servegen-r1": lambda: clairvoyant_gap(
         "servegen-deepseek-r1", "balanceroute-bound-servegen-r1", 6000, 3000, tries=200, replicates=12

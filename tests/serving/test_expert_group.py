@@ -13,6 +13,7 @@ import time
 import pytest
 import requests
 import torch
+from servers import running_process
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from moe_opt.cli import main
@@ -120,6 +121,22 @@ def test_ranks_serve_their_own_requests_in_lock_step_while_experts_move(demo_mod
             time.sleep(0.3)
             assert group.end() == 0
             assert [len(ids_of(answer.result())) for answer in late] == [200, 200]
+
+
+def test_a_router_hands_prompts_from_rank_to_rank(demo_model_dir, expected):
+    with running_group(demo_model_dir, "--kv-role", "both") as group:
+        command = [sys.executable, "-m", "moe_opt.cli", "router", "--hostname", "127.0.0.1", "--port", "0"]
+        command += ["--prefill", group.urls[0], "--decode", group.urls[1]]
+        with running_process(command, "serving on", dict(os.environ), start=30, stop=30) as (_, url, log):
+            for prompt in PROMPTS:
+                body = {"inputs": prompt, "parameters": {"max_new_tokens": TOKENS, "details": True}}
+                assert ids_of(requests.post(url + "/generate", json=body, timeout=60)) == expected[prompt], log
+        assert not any("KV of another model" in line for line in group.log)
+        counted = requests.get(group.urls[1] + "/metrics", timeout=30).text
+        fetched = re.search(r'^moe_opt_kv_transfers_total{outcome="fetched"} ([\d.]+)', counted, re.MULTILINE)
+        assert fetched
+        assert float(fetched[1]) == len(PROMPTS), "decode took the KV that prefill had computed"
+        assert group.end() == 0
 
 
 def test_the_lowest_threshold_applies_and_other_settings_must_agree(demo_model_dir, expected):

@@ -27,6 +27,7 @@ from moe_opt.errors import ConfigError, MoEOptError
 from moe_opt.modeling.expert_source import ExpertSource
 from moe_opt.modeling.experts import ExpertsProxy, expert_tensor_names, stock_function
 from moe_opt.modeling.replica_dispatch import all_gather
+from moe_opt.modeling.united import weight_fingerprint
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ class StreamedExperts:
         self.device = device
         self.num_layers = runtime.num_layers
         self._source = source
+        runtime.base_fingerprint = weight_fingerprint(runtime.layers, source)
         self._copier = ThreadPoolExecutor(1, "moe-opt-experts")
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.rank, self.num_ranks = 0, 1

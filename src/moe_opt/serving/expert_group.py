@@ -70,15 +70,17 @@ def run_group(command: list[str], values: dict[str, Any]) -> int:
     while all(process.poll() is None for process in processes):
         time.sleep(0.1)
     end = time.monotonic() + _GRACE + values["graceful_termination_timeout"]
-    _signal_all(processes, signal.SIGTERM)  # a group without one of its ranks cannot go on
-    for process in processes:
+    if any(process.returncode for process in processes):  # a group without one of its ranks cannot go on
+        _signal_all(processes, signal.SIGTERM)
+    for rank, process in enumerate(processes):
         try:
             process.wait(max(0.1, end - time.monotonic()))
         except subprocess.TimeoutExpired:
-            print(f"moe-opt serve: rank {processes.index(process)} did not end and is killed", file=sys.stderr)
+            print(f"moe-opt serve: rank {rank} did not end and is killed", file=sys.stderr)
             process.kill()
             process.wait()
-    return next((process.returncode for process in processes if process.returncode), 0)
+    # a signal's number is negative here
+    return next((abs(process.returncode) for process in processes if process.returncode), 0)
 
 
 def _signal_all(processes: list[subprocess.Popen[bytes]], number: int) -> None:

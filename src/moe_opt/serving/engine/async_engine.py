@@ -12,7 +12,6 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
-from moe_opt.errors import MoEOptError
 from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.serving.engine.config import EngineConfig
 from moe_opt.serving.engine.engine import Engine
@@ -282,8 +281,12 @@ class AsyncEngine:
                 self._snapshot = engine.stats()
                 if outcomes:
                     self._send(outcomes)
-        except MoEOptError as error:  # of the group: nothing can go on without the others
-            logger.error("%s", error)
+        except Exception as error:
+            if self._lock_step is None:
+                raise
+            # Nothing can go on without the others, whatever it was: a rank that is gone, or a pass that failed here.
+            reason = " ".join(str(error).split()) or type(error).__name__
+            logger.error("the expert-parallel group cannot go on: %s", reason)
         finally:
             engine.close()
             self._snapshot = engine.stats()

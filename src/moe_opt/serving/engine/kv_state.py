@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from moe_opt.modeling.united import weight_fingerprint
+
 _SAMPLED = 8  # numbers of each parameter that enter the fingerprint
 
 
@@ -48,8 +50,9 @@ class KVState:
 def fingerprint_of(model: Any, layers: list[Any]) -> str:
     """Equal for engines whose KV is interchangeable: the same layers, dtype, config and weights.
 
-    Weights are sampled, a few numbers of each parameter: enough to tell a fine-tuned checkpoint from its base. United
-    experts are left out; what they had a part in is marked by `KVState.browned_from`.
+    Weights are sampled, a few numbers of each parameter: enough to tell a fine-tuned checkpoint from its base. Experts
+    count as a whole, whichever of them this process holds. United experts are left out; what they had a part in is
+    marked by `KVState.browned_from`.
     """
     digest = hashlib.blake2b(digest_size=16)
     config = model.config.to_dict()
@@ -58,8 +61,12 @@ def fingerprint_of(model: Any, layers: list[Any]) -> str:
     digest.update(json.dumps(config, sort_keys=True, default=str).encode())
     for layer in layers:
         digest.update(f"{layer.kv_heads}/{layer.key_dim}/{layer.value_dim}/{layer.dtype}".encode())
+    runtime = model.moe_opt
+    experts = runtime.base_fingerprint or weight_fingerprint(runtime.layers)
+    digest.update(json.dumps(experts).encode())
+    own = {id(parameter) for _, module in runtime.layers for parameter in module.parameters()}
     for name, parameter in model.named_parameters():
-        if "united" in name or parameter.device.type == "meta":
+        if "united" in name or parameter.device.type == "meta" or id(parameter) in own:
             continue
         sample = parameter.detach().reshape(-1)[:_SAMPLED].to("cpu", torch.float32)
         digest.update(name.encode() + sample.numpy().tobytes())

@@ -1,4 +1,4 @@
-"""The CPU kernels beside what torch runs in their place: experts, attention of one-token rows, linear layers.
+"""The CPU kernels beside what torch runs in their place: experts, attention, linear layers and the small operations.
 
     python benchmarks/native_kernels.py
 
@@ -9,11 +9,13 @@ the nearest cache. Ratios above 1 are ours.
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -21,11 +23,19 @@ import torch
 from common import write_result
 from transformers import Qwen2MoeConfig
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeExperts
+from transformers.models.qwen2_moe.modeling_qwen2_moe import (
+    Qwen2MoeExperts,
+    Qwen2MoeMLP,
+    Qwen2MoeRMSNorm,
+    Qwen2MoeTopKRouter,
+    apply_rotary_pos_emb,
+)
 
+from moe_opt.modeling.brownout import delegate_per_group
 from moe_opt.modeling.kernels.native import library
 from moe_opt.modeling.kernels.native_experts import native_experts_or_none
 from moe_opt.modeling.kernels.native_modules import NativeModules
+from moe_opt.modeling.kernels.native_rows import rotary_or_none
 from moe_opt.serving.engine.attention import AttentionBackend, LayerKV, RunsAttention, Span
 from moe_opt.serving.engine.attention_native import NativeAttention
 
@@ -97,6 +107,66 @@ def linear(width: int, columns: int, rows: int, runs: int) -> dict[str, float]:
     return compare(lambda: [layer(x) for layer in taken], lambda: [layer(x) for layer in plain], runs)
 
 
+def prefill(tokens: int, before: int, runs: int) -> dict[str, float]:
+    """A chunk of `tokens` behind `before` cached ones: 4 heads of 64 over 2 KV heads."""
+    loaded = library.load()
+    assert loaded is not None
+    length = before + tokens
+    spans, slots = [Span(0, tokens, length, [], [(0, length)])], torch.arange(before, length)
+    query, key = (torch.randn(tokens, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
+
+    def layers_of(backend: AttentionBackend) -> list[LayerKV]:
+        backend.begin(spans, slots)
+        pool = lambda: torch.randn(2, length, 64).to(torch.bfloat16).transpose(0, 1)  # noqa: E731
+        return [LayerKV(index, pool(), pool(), 64, None, backend) for index in range(LAYERS)]
+
+    ours, theirs = layers_of(NativeAttention(loaded)), layers_of(RunsAttention())
+    return compare(
+        lambda: [layer.owner.attend(layer, query, key, key, 0.125, None) for layer in ours],
+        lambda: [layer.owner.attend(layer, query, key, key, 0.125, None) for layer in theirs],
+        runs,
+    )
+
+
+def part(make: Callable[[], torch.nn.Module], rows: int, runs: int) -> dict[str, float]:
+    """A module that `NativeModules` takes, against itself. Its input has 256 columns."""
+    plain = [make().to(torch.bfloat16) for _ in range(LAYERS)]
+    for module in plain:
+        for parameter in module.parameters():
+            torch.nn.init.normal_(parameter, std=0.05)
+    taken = copy.deepcopy(torch.nn.ModuleList(plain))
+    NativeModules(taken)
+    x = torch.randn(rows, 256, dtype=torch.bfloat16)
+    return compare(lambda: [module(x) for module in taken], lambda: [module(x) for module in plain], runs)
+
+
+def rotary(rows: int, runs: int) -> dict[str, float]:
+    loaded = library.load()
+    assert loaded is not None
+    ours = rotary_or_none(apply_rotary_pos_emb, loaded)
+    assert ours is not None
+    q, k = (torch.randn(1, rows, heads, 64, dtype=torch.bfloat16).transpose(1, 2) for heads in (4, 2))
+    cos, sin = (torch.randn(1, rows, 64, dtype=torch.bfloat16) for _ in range(2))
+    return compare(
+        lambda: [ours(q, k, cos, sin) for _ in range(LAYERS)],
+        lambda: [apply_rotary_pos_emb(q, k, cos, sin) for _ in range(LAYERS)],
+        runs,
+    )
+
+
+def brownout_plan(rows: int, runs: int) -> dict[str, float]:
+    """Against NumPy, which runs where the kernels are not in use."""
+    ids = torch.stack([torch.randperm(32)[:4] for _ in range(rows)])
+    shares, groups = torch.rand(rows, 4), torch.arange(32) // 8
+
+    def plan(native: bool) -> None:
+        with mock.patch.object(library, "if_loaded", library.load if native else lambda: None):
+            for _ in range(LAYERS):
+                delegate_per_group(ids, shares, 0.4, groups, "partial")
+
+    return compare(lambda: plan(True), lambda: plan(False), runs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=15)
@@ -126,6 +196,17 @@ def main() -> None:
         for width, columns in ((256, 256), (2048, 2048), (256, 8192)):
             for rows in (1, 32, 512):
                 show(f"linear, bfloat16, {width} x {columns}, {rows} rows", linear(width, columns, rows, args.runs))
+        for tokens, before in ((64, 0), (512, 0), (512, 1536)):
+            show(f"prefill attention, bfloat16, {tokens} tokens behind {before}", prefill(tokens, before, args.runs))
+        config = Qwen2MoeConfig(hidden_size=256, num_experts=32, num_experts_per_tok=4)
+        for rows in (1, 32, 512):
+            show(f"router, 256 to 32, bfloat16, {rows} rows", part(lambda: Qwen2MoeTopKRouter(config), rows, args.runs))
+            mlp = lambda: Qwen2MoeMLP(config, intermediate_size=192)  # noqa: E731
+            show(f"gated MLP, 256 to 192, bfloat16, {rows} rows", part(mlp, rows, args.runs))
+            show(f"norm, 256, bfloat16, {rows} rows", part(lambda: Qwen2MoeRMSNorm(256), rows, args.runs))
+            show(f"rotary embedding, 6 heads of 64, bfloat16, {rows} rows", rotary(rows, args.runs))
+        for rows in (1, 32):
+            show(f"brownout's plan, 32 experts, {rows} rows, against NumPy", brownout_plan(rows, args.runs))
     write_result("native_kernels", {"threads": torch.get_num_threads(), "results": results})
 
 

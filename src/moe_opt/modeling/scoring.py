@@ -94,7 +94,7 @@ def build_trees(
     path: list[int] = []  # node of each depth of the sequence before
     before: list[int] = []
     for ids, number, index, prompt_length in sequences:
-        common = _common_prefix(before, ids) if share and trees else 0
+        common = common_prefix(before, ids) if share and trees else 0
         if common < min(MIN_SHARED_TOKENS, len(ids)) or len(trees[-1]) + len(ids) - common > max_tokens:
             trees.append(Tree())
             path, common = [], 0
@@ -118,7 +118,8 @@ def build_trees(
     return trees
 
 
-def _common_prefix(a: list[int], b: list[int]) -> int:
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """How many leading tokens two sequences share."""
     length = min(len(a), len(b))
     if a[:length] == b[:length]:
         return length

@@ -16,10 +16,11 @@ from moe_opt.errors import ConfigError, MoEOptError, UnsupportedModelError
 from moe_opt.flops import FlopsModel
 from moe_opt.modeling.kernels.native_modules import NativeModules
 from moe_opt.modeling.score_item import ScoreItem
-from moe_opt.modeling.scoring import ScoreStats, score_items
+from moe_opt.modeling.scoring import ScoreStats, common_prefix, score_items
 from moe_opt.serving.saturation import calibrate
 
 _BLOCK = 16
+_LONGEST_ROUND = 8
 
 
 @dataclass(frozen=True)
@@ -101,6 +102,7 @@ class ScorerPool:
     Args:
         factor: as for `LocalScorer`; measured by each process, and the largest counts for all.
         scheduler: who decides what goes where; `cluster.prefill_baselines` has others to compare with.
+        sort: queue items by their prompts; False takes them in the order they come.
     """
 
     def __init__(
@@ -110,9 +112,11 @@ class ScorerPool:
         config: Any,
         factor: float | None = 1.0,
         scheduler: type[PrefillScheduler] = PrefillScheduler,
+        sort: bool = True,
     ) -> None:
         self.stats = ScoreStats()
         self._scheduler = scheduler
+        self._sort = sort
         try:
             flops = FlopsModel.from_config(config)
             self._cost: Cost = flops.prefill
@@ -138,10 +142,14 @@ class ScorerPool:
         self._hidden: list[float] = []
 
     def score(self, items: Sequence[ScoreItem]) -> list[list[float]]:
-        scheduler = self._scheduler(self._cost, self.saturation, _BLOCK)
         workers = [Worker(index, max_running=len(items)) for index in range(len(self._pipes))]
+        # Nothing is kept from one round to the next, so that siblings have to meet in one: like beside like.
+        order = list(range(len(items)))
+        if self._sort:
+            order.sort(key=lambda number: tuple(items[number].prompt))
+        scheduler = self._scheduler(self._cost, self._round([items[number] for number in order]), _BLOCK)
         waiting = [
-            Request(number, len(item.prompt), block_hashes=_blocks(item.prompt)) for number, item in enumerate(items)
+            Request(number, len(items[number].prompt), block_hashes=_blocks(items[number].prompt)) for number in order
         ]
         out: list[list[float]] = [[] for _ in items]
         while waiting:
@@ -164,6 +172,20 @@ class ScorerPool:
             done = {number for numbers in share for number in numbers}
             waiting = [request for request in waiting if request.id not in done]
         return out
+
+    def _round(self, items: Sequence[ScoreItem]) -> float:
+        """FLOPs that a process gets before it is closed: its fair share of the items, so that one round does for them,
+        but at least the saturation threshold and at most `_LONGEST_ROUND` times as much. Each round ends with a wait
+        for the slowest."""
+        total = 0.0
+        before: list[int] = []
+        for item in items:
+            prompt = list(item.prompt)
+            known = common_prefix(before, prompt)
+            total += self._cost(len(prompt) - known, known)
+            before = prompt
+        share = total / len(self._pipes)
+        return max(self.saturation, min(_LONGEST_ROUND * self.saturation, share))
 
     @property
     def hidden_share(self) -> float:

@@ -5,6 +5,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -181,8 +182,19 @@ def test_a_group_that_loses_a_rank_ends(demo_model_dir):
         (["--expert-parallel", "1"], "--expert-parallel must be at least 2 ranks"),
         (["--expert-parallel", "two"], "--expert-parallel"),
         (["--expert-parallel", "2", "--replica-choice", "best"], "--replica-choice"),
+        (["--expert-parallel", "2", "--expert-replication", "0.5"], "replication must be at least 1"),
+        (["--expert-parallel", "2", "--group-timeout", "0"], "--group-timeout"),
     ],
 )
 def test_wrong_groups_are_refused_in_one_line(demo_model_dir, capsys, flags, said):
     assert main(["serve", "--model-id", str(demo_model_dir), "--port", "0", *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert capsys.readouterr().err.count(said) == 1
+
+
+def test_a_port_of_another_rank_that_is_taken_is_said_at_once(demo_model_dir, capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        flags = ["--hostname", "127.0.0.1", "--port", str(taken.getsockname()[1] - 1), "--expert-parallel", "2"]
+        assert main(["serve", "--model-id", str(demo_model_dir), *flags]) == 2
+    assert capsys.readouterr().err.count("choose another --port") == 1

@@ -5,7 +5,7 @@ import argparse
 import pytest
 
 from moe_opt.errors import ConfigError
-from moe_opt.serving.launch_flags import FLAGS, add_arguments, resolve
+from moe_opt.serving.launch_flags import FLAGS, add_arguments, given_flags, resolve
 
 
 def resolved(*argv, **env):
@@ -30,12 +30,21 @@ def test_every_flag_has_an_environment_variable():
             "brownout_layers": "1-3",
             "cors_allow_origin": "a,b",
             "kv_role": "decode",
+            "replica_choice": "greedy",
         }.get(flag.key, texts.get(getattr(flag.parse, "__name__", ""), "true"))
         if flag.key == "max_input_length":
             continue
         values, _ = resolved("--model-id", "m", **{flag.variable: text})
         if flag.key != "model_id":
             assert values[flag.key] == flag.parse(text)
+
+
+def test_the_command_line_of_a_rank_is_that_of_its_group():
+    argv = ["--model-id", "m", "--port", "0", "--json-output", "--expert-parallel", "2", "--num-shard", "1"]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    again = parser.parse_args(given_flags(parser.parse_args(argv)))
+    assert vars(again) == vars(parser.parse_args(argv))
 
 
 def test_what_tgis_launcher_and_its_tests_pass_is_taken():

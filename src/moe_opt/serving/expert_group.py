@@ -39,10 +39,16 @@ def own_rank(values: dict[str, Any]) -> int | None:
     return int(os.environ["RANK"])
 
 
+def for_rank(values: dict[str, Any], rank: int) -> dict[str, Any]:
+    """The settings of one rank: its ports behind those of rank 0. A free port (0) stays one."""
+    ports = {key: values[key] and values[key] + rank for key in ("port", "prometheus_port")}
+    return {**values, **ports}
+
+
 def run_group(command: list[str], values: dict[str, Any]) -> int:
     """Run the ranks of `values["expert_parallel"]` until they end; SIGTERM and SIGINT go to all of them.
 
-    Returns: 0 if all ended in order, else the first other exit status.
+    Returns: 0 if all ended in order, else the exit status of the rank that ended first, or of the first that failed.
     """
     ranks = values["expert_parallel"]
     with socket.socket() as probe:  # where rank 0 will wait for the others
@@ -69,6 +75,7 @@ def run_group(command: list[str], values: dict[str, Any]) -> int:
         signal.signal(number, forward)
     while all(process.poll() is None for process in processes):
         time.sleep(0.1)
+    first = next(process for process in processes if process.poll() is not None)
     end = time.monotonic() + _GRACE + values["graceful_termination_timeout"]
     if any(process.returncode for process in processes):  # a group without one of its ranks cannot go on
         _signal_all(processes, signal.SIGTERM)
@@ -80,7 +87,7 @@ def run_group(command: list[str], values: dict[str, Any]) -> int:
             process.kill()
             process.wait()
     # a signal's number is negative here
-    return next((abs(process.returncode) for process in processes if process.returncode), 0)
+    return next((abs(process.returncode) for process in (first, *processes) if process.returncode), 0)
 
 
 def _signal_all(processes: list[subprocess.Popen[bytes]], number: int) -> None:

@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
+from moe_opt.config import ExpertParallelConfig
 from moe_opt.errors import ConfigError
 from moe_opt.serving.brownout_control import Objectives
 from moe_opt.serving.observability import setup_logging
@@ -20,10 +21,28 @@ def preflight(values: dict[str, Any]) -> list[socket.socket]:
     """
     setup_logging(values["log_level"], values["json_output"])
     objectives(values)
+    expert_parallel(values)
     _check_folder("--model-id", values["model_id"])
     if values["united_experts"] not in (None, "."):
         _check_folder("--united-experts", values["united_experts"])
     return _bind(values)
+
+
+def expert_parallel(values: dict[str, Any]) -> ExpertParallelConfig | None:
+    """Settings of the expert-parallel group that the flags name.
+
+    Raises:
+        ConfigError: a value out of range.
+    """
+    if values["expert_parallel"] is None:
+        return None
+    if not values["group_timeout"] > 0:
+        raise ConfigError(f"--group-timeout must be above 0 seconds, got {values['group_timeout']}")
+    return ExpertParallelConfig(
+        method=values["replica_choice"],
+        replication=values["expert_replication"],
+        placement=values["expert_placement"],
+    )
 
 
 def objectives(values: dict[str, Any]) -> Objectives:

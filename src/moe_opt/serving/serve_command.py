@@ -6,7 +6,7 @@ import argparse
 import sys
 
 from moe_opt.errors import MoEOptError
-from moe_opt.serving.expert_group import own_rank, run_group
+from moe_opt.serving.expert_group import for_rank, own_rank, run_group
 from moe_opt.serving.launch_flags import add_arguments as add_flags
 from moe_opt.serving.launch_flags import given_flags, resolve
 from moe_opt.serving.preflight import preflight
@@ -31,10 +31,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"moe-opt serve: {warning}", file=sys.stderr)
     rank = own_rank(values)
     if values["expert_parallel"] is not None and rank is None:
+        for number in range(values["expert_parallel"]):  # what is wrong for all is said once
+            for bound in preflight(for_rank(values, number)):
+                bound.close()
         return run_group([sys.executable, "-m", "moe_opt.cli", "serve", *given_flags(args)], values)
-    if rank:
-        for key in ("port", "prometheus_port"):
-            values[key] = values[key] and values[key] + rank  # a free port (0) stays one
+    values = for_rank(values, rank or 0)
     sockets = preflight(values)
     try:
         from moe_opt.serving.worker import serve  # only now: it imports torch and Transformers

@@ -22,7 +22,7 @@ from aiohttp import web
 from transformers import AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
-from moe_opt.config import ExpertParallelConfig, MoEOptConfig
+from moe_opt.config import MoEOptConfig
 from moe_opt.errors import ConfigError, MoEOptError
 from moe_opt.modeling.auto import MoEOptimizedForCausalLM
 from moe_opt.modeling.united import CONFIG_NAME, UnitedExperts, UnitedExpertsConfig
@@ -37,7 +37,7 @@ from moe_opt.serving.engine.async_engine import AsyncEngine
 from moe_opt.serving.engine.config import EngineConfig
 from moe_opt.serving.kv_transfer import KVTransfer, TransferSettings
 from moe_opt.serving.observability import Tracer
-from moe_opt.serving.preflight import objectives
+from moe_opt.serving.preflight import expert_parallel, objectives
 from moe_opt.serving.telemetry import CONTENT_TYPE, Metrics
 
 logger = logging.getLogger("moe_opt.serving")
@@ -90,20 +90,8 @@ def _join_group(values: dict[str, Any]) -> None:
         return
     import torch.distributed as dist
 
-    if not values["group_timeout"] > 0:
-        raise ConfigError(f"--group-timeout must be above 0 seconds, got {values['group_timeout']}")
     backend = "nccl" if torch.cuda.is_available() and values["device"] != "cpu" else "gloo"
     dist.init_process_group(backend, timeout=datetime.timedelta(seconds=values["group_timeout"]))
-
-
-def _expert_parallel(values: dict[str, Any]) -> ExpertParallelConfig | None:
-    if values["expert_parallel"] is None:
-        return None
-    return ExpertParallelConfig(
-        method=values["replica_choice"],
-        replication=values["expert_replication"],
-        placement=values["expert_placement"],
-    )
 
 
 def _loop_factory() -> Callable[[], asyncio.AbstractEventLoop] | None:
@@ -124,7 +112,7 @@ def load_model(values: dict[str, Any]) -> tuple[Any, Any]:
         # our own decode kernels; where they cannot be compiled, Transformers' run
         kernels="fused" if values["experts_kernels"] == "auto" and device == "cpu" else values["experts_kernels"],
     )
-    settings.expert_parallel = _expert_parallel(values)
+    settings.expert_parallel = expert_parallel(values)
     if values["united_experts"] is not None:
         settings.united_experts, settings.ways = values["united_experts"], values["ways"]
     if values["json_output"] or not sys.stderr.isatty():

@@ -41,9 +41,11 @@ def run_group(tmp_path: Path, ranks: int, cases: list[dict[str, Any]]) -> list[l
 @torch.no_grad()
 def save_case(tmp_path: Path, family: str, ranks: int) -> dict[str, Any]:
     """A tiny model on disk, and what one process makes of every rank's prompts."""
-    folder = tmp_path / family
-    model = make_stock(family)
-    model.save_pretrained(folder)
+    make_stock(family).save_pretrained(tmp_path / family)
+    return case_of(tmp_path / family, ranks)
+
+
+def case_of(folder: Path, ranks: int) -> dict[str, Any]:
     single = MoEOptimizedForCausalLM.from_pretrained(folder, moe_opt=True, dtype=torch.float32).eval()
     logits, tokens = {}, {}
     for rank in range(ranks):
@@ -51,8 +53,9 @@ def save_case(tmp_path: Path, family: str, ranks: int) -> dict[str, Any]:
         if ids.numel():
             logits[rank] = prefill_and_decode(single, ids)
             tokens[rank] = single.generate(ids, max_new_tokens=6, do_sample=False, pad_token_id=0).tolist()
-    torch.save({"logits": logits}, tmp_path / f"{family}.pt")
-    return {"model": str(folder), "expected": str(tmp_path / f"{family}.pt"), "vocabulary": VOCAB, "tokens": tokens}
+    expected = folder.with_suffix(".pt")
+    torch.save({"logits": logits}, expected)
+    return {"model": str(folder), "expected": str(expected), "vocabulary": VOCAB, "tokens": tokens}
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -24,19 +24,19 @@ def test_the_average_is_the_average(tiny):
     assert torch.allclose(weighted.tensors[1]["down_proj"][0], module.down_proj[1], atol=1e-5)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("strategy", ["partial", "full"])
-@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
-def test_a_browned_layer_computes_what_the_plan_says(family, strategy):
-    """Against a loop over tokens and experts in plain code (Eq. 5 and 6)."""
+def browned_layer(family):
+    """A first layer with 4-way stand-ins, ten tokens with top-3 experts each, and where Algorithm 1 sends them."""
     ours = moe_opt.MoEOptimizedForCausalLM.from_config(make_stock(family).config)
     ours.load_state_dict(make_stock(family).state_dict())
     moe_opt.attach_united_experts(ours, UnitedExperts.from_average(ours, ways=4))
-    runtime = ours.moe_opt
-    module = runtime.layers[0][1]
     torch.manual_seed(0)
     hidden = torch.randn(10, 32)
     weights, ids = torch.randn(10, 8).softmax(-1).topk(3)
+    return ours.requires_grad_(False).moe_opt, hidden, ids, weights
+
+
+def plain_layer(module, hidden, ids, weights, strategy):
+    """A loop over tokens and experts (Eq. 5 and 6) at threshold 0.4."""
     counts = torch.bincount(ids.flatten(), minlength=8).tolist()
     slots = plan_brownout_reference(counts, 0.4, [e // 4 for e in range(8)], strategy)
     names = [n for n in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias") if hasattr(module, n)]
@@ -49,17 +49,39 @@ def test_a_browned_layer_computes_what_the_plan_says(family, strategy):
         x = x @ down if module.is_transposed else down @ x
         return x + table["down_proj_bias"][slot] if "down_proj_bias" in table else x
 
-    want = torch.zeros_like(hidden)
-    for token in range(10):
-        for weight, chosen in zip(weights[token], ids[token].tolist(), strict=True):
-            if slots[chosen] >= 0:
-                want[token] += weight * expert(slots[chosen], hidden[token])
+    rows = []
+    for token, chosen in enumerate(ids.tolist()):
+        kept = [(weight, slots[e]) for weight, e in zip(weights[token], chosen, strict=True) if slots[e] >= 0]
+        rows.append(sum((w * expert(slot, hidden[token]) for w, slot in kept), torch.zeros_like(hidden[token])))
+    return torch.stack(rows)
 
+
+@torch.no_grad()
+@pytest.mark.parametrize("strategy", ["partial", "full"])
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_a_browned_layer_computes_what_the_plan_says(family, strategy):
+    runtime, hidden, ids, weights = browned_layer(family)
+    module = runtime.layers[0][1]
+    want = plain_layer(module, hidden, ids, weights, strategy)
     runtime.set_brownout(threshold=0.4, strategy=strategy)
     for pooled in (True, False):
         runtime._pool = (lambda *a: None) if not pooled else type(runtime)._pool.__get__(runtime)
         got = runtime.run_layer(0, module, hidden, ids, weights)
         assert torch.allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["qwen2_moe", "gpt_oss"])
+def test_gradients_of_a_browned_layer_are_those_of_the_plan(family):
+    runtime, hidden, ids, weights = browned_layer(family)
+    module = runtime.layers[0][1]
+    module.united.requires_grad_(True)
+    leaves = [hidden.requires_grad_(True), weights.requires_grad_(True), *module.united.parameters()]
+    runtime.set_brownout(threshold=0.4)
+    mine = torch.autograd.grad(runtime.run_layer(0, module, hidden, ids, weights).square().sum(), leaves)
+    want = torch.autograd.grad(plain_layer(module, hidden, ids, weights, "partial").square().sum(), leaves)
+    assert all(gradient.abs().sum() > 0 for gradient in want)
+    for one, other in zip(mine, want, strict=True):
+        assert torch.allclose(one, other, atol=1e-5, rtol=1e-4)
 
 
 def test_gradients_reach_united_experts_and_nothing_else(tiny):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-_CHUNK_VALUES = {"cpu": 1 << 20}  # logits that exist at a time: what a core's cache holds, or what a GPU likes
+_CHUNK_VALUES = {"cpu": 1 << 19}  # logits that exist at a time: what a core's cache holds, or what a GPU likes
 _CHUNK_VALUES_ELSEWHERE = 1 << 28
 
 
@@ -81,22 +81,19 @@ class _ChunkedDivergence(torch.autograd.Function):
         chunk = max(1, _CHUNK_VALUES.get(mine.device.type, _CHUNK_VALUES_ELSEWHERE) // len(weight))
         for start in range(0, tokens, chunk):
             part = slice(start, start + chunk)
-            exact, log_exact_sum = _exponents(functional.linear(theirs[part], weight, bias))
-            browned, log_sum = _exponents(functional.linear(mine[part], weight, bias))
-            share = exact.exp()
-            share /= share.sum(-1, keepdim=True)
-            total += ((exact - browned) * share).sum() - log_exact_sum.sum() + log_sum.sum()
-            chosen = labels[part]
-            known = chosen >= 0
-            at_label = browned.gather(1, chosen.clamp_min(0)[:, None])[:, 0]
-            slope = (browned - log_sum[:, None]).exp_()
+            exact, log_exact_sum, share = _softmax(functional.linear(theirs[part], weight, bias))
+            browned, log_sum, slope = _softmax(functional.linear(mine[part], weight, bias))
+            total += log_sum.sum() - log_exact_sum.sum()
+            total += torch.dot(exact.view(-1), share.view(-1)) - torch.dot(browned.view(-1), share.view(-1))
             if label_weight:
+                chosen = labels[part]
+                known = (chosen >= 0).to(slope.dtype)
+                at_label = browned.gather(1, chosen.clamp_min(0)[:, None])[:, 0]
                 total += label_weight * ((log_sum - at_label) * known).sum()
-                label_slope = slope * known[:, None]
-                label_slope.scatter_add_(1, chosen.clamp_min(0)[:, None], -known[:, None].to(slope.dtype))
-                slope = slope - share + label_weight * label_slope
-            else:
-                slope -= share
+                # (slope - share) + label_weight * (slope of the known rows - 1 at their labels)
+                slope *= (1 + label_weight * known)[:, None]
+                slope.scatter_add_(1, chosen.clamp_min(0)[:, None], -label_weight * known[:, None])
+            slope -= share
             gradient[part] = slope.to(weight.dtype) @ weight / tokens
         ctx.save_for_backward(gradient)
         return total / tokens
@@ -107,8 +104,14 @@ class _ChunkedDivergence(torch.autograd.Function):
         return gradient * upstream[0].to(gradient.dtype), None, None, None, None, None
 
 
-def _exponents(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """fp32 logits less their maximum, and the log of the sum of their exponentials: [T, V] and [T]."""
+def _softmax(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """fp32 logits less their maximum [T, V], the log of the sum of their exponentials [T], and the softmax [T, V].
+
+    Each of the passes over T x V values is as dear as the head's product on a CPU: one exponential, the rest in place.
+    """
     shifted = logits.float()
-    shifted = shifted - shifted.amax(-1, keepdim=True)
-    return shifted, shifted.exp().sum(-1).log()
+    shifted -= shifted.amax(-1, keepdim=True)
+    share = shifted.exp()
+    total = share.sum(-1)
+    share *= total.reciprocal()[:, None]
+    return shifted, total.log(), share

@@ -24,6 +24,7 @@ from torch import nn
 
 from moe_opt.config import AsyncEPConfig
 from moe_opt.errors import ConfigError, MoEOptError
+from moe_opt.modeling.expert_formats import Decoder
 from moe_opt.modeling.expert_source import ExpertSource
 from moe_opt.modeling.experts import ExpertsProxy, expert_tensor_names, stock_function
 from moe_opt.modeling.replica_dispatch import all_gather
@@ -36,7 +37,8 @@ class StreamedExperts:
     """The streaming side of a `MoERuntime`; `runtime.async_ep`.
 
     Attributes:
-        mode: "offload", "gather" or "both". buffer_bytes: of all buffers together. resident_bytes: of experts that stay
+        mode: "offload", "gather" or "both". buffer_bytes: of all buffers together, those included in which quantised
+            weights become the model's dtype. resident_bytes: of experts that stay
             (a rank's part, the replicated first layer).
         transfer_seconds: per layer, of its last transfer. waited_seconds, moved_seconds: sums since `reset_times`.
         marks: while it is a list, where each layer's experts begin: (layer, time on arrival, time when its weights are
@@ -65,15 +67,18 @@ class StreamedExperts:
         self._part = -(-experts // self.num_ranks)  # experts of a rank; the last one's may be padding
         self._first = min(self.rank * self._part, experts)
         self._last = min(self._first + self._part, experts)
-        module = runtime.layers[0][1]
-        self._shapes = {key: (tuple(getattr(module, key).shape), getattr(module, key).dtype) for key in
-                        expert_tensor_names(module)}  # fmt: skip
+        # Quantised weights keep their form until the layer that uses them runs.
+        self._parts = {key: part for one in source.stored for key, part in one.parts.items()}
         slots = min(config.window + 1, self.num_layers)
         rows = self._part * self.num_ranks
         self._buffers = [self._empty(rows, device) for _ in range(slots)]
         self._staging = [self._empty(self._part, torch.device("cpu"), pinned=True) for _ in range(slots)]
         if self.mode == "gather" or (self.mode == "offload" and self._stream is None):
             self._staging = []
+        self._decoder: Decoder | None = None
+        if source.quantised:
+            dtype = runtime.layers[0][1].down_proj.dtype
+            self._decoder = Decoder(source.stored, dtype, device, runtime.num_experts)
         self._resident = self._load_resident()
         self._slot_of_layer: dict[int, int] = {}
         self._pending: dict[int, Any] = {}
@@ -88,8 +93,8 @@ class StreamedExperts:
     def _empty(self, rows: int, device: torch.device, pinned: bool = False) -> dict[str, torch.Tensor]:
         pin = pinned and self._stream is not None
         return {
-            key: torch.empty((rows, *shape[1:]), dtype=dtype, device=device, pin_memory=pin)
-            for key, (shape, dtype) in self._shapes.items()
+            key: torch.empty((rows, *part.shape[1:]), dtype=part.dtype, device=device, pin_memory=pin)
+            for key, part in self._parts.items()
         }
 
     def _load_resident(self) -> dict[int, dict[str, torch.Tensor]]:
@@ -110,16 +115,17 @@ class StreamedExperts:
 
     def _fill(self, layer: int, out: dict[str, torch.Tensor], first: int, last: int) -> None:
         if next(iter(out.values())).device.type == "cpu":
-            self._source.read(layer, out, first, last)
+            self._source.read_stored(layer, out, first, last)
             return
         staged = self._empty(last - first, torch.device("cpu"))
-        self._source.read(layer, staged, first, last)
+        self._source.read_stored(layer, staged, first, last)
         for key, value in staged.items():
             out[key][: last - first].copy_(value)
 
     @property
     def buffer_bytes(self) -> int:
-        return sum(_bytes(buffer) for buffer in (*self._buffers, *self._staging))
+        decoder = self._decoder.bytes if self._decoder is not None else 0
+        return sum(_bytes(buffer) for buffer in (*self._buffers, *self._staging)) + decoder
 
     @property
     def resident_bytes(self) -> int:
@@ -142,6 +148,8 @@ class StreamedExperts:
         kernel = stock_function(module, self.runtime.kernel)
         if self.runtime.kernel == "eager":
             kernel = stock_function(module, "grouped_mm")
+        if self._decoder is not None:
+            tensors = self._decoder.decode(tensors)
         out = kernel(ExpertsProxy(module, tensors), hidden, ids, weights)
         slot = self._slot_of_layer.pop(layer, None)
         if slot is not None:
@@ -201,12 +209,12 @@ class StreamedExperts:
         start = time.perf_counter()
         buffer = self._buffers[slot]
         if self.mode == "offload":
-            self._source.read(layer, buffer, 0, self.runtime.num_experts)
+            self._source.read_stored(layer, buffer, 0, self.runtime.num_experts)
         else:
             part = self._resident.get(layer)
             if part is None:
                 part = self._staging[slot]
-                self._source.read(layer, part, self._first, self._last)
+                self._source.read_stored(layer, part, self._first, self._last)
             for key, value in part.items():
                 all_gather(buffer[key].view(torch.uint8), value.view(torch.uint8), group=self._group)
         seconds = time.perf_counter() - start

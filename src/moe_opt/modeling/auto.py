@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.auto_factory import _BaseAutoModelClass
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.quantizers.auto import AutoQuantizationConfig
 
 from moe_opt.config import KERNELS, MoEOptConfig
 from moe_opt.errors import ConfigError, IncompatibleUnitedExpertsError, UnsupportedModelError
@@ -32,6 +33,7 @@ _REQUEST: contextvars.ContextVar[_Request | None] = contextvars.ContextVar("moe_
 _RUNTIME = "_moe_opt_runtime"
 _HUB_KEYS = ("revision", "token", "cache_dir", "local_files_only", "subfolder")
 _OWN_FOLDER = "."
+_READ_QUANTISED = ("fp8", "mxfp4")  # checkpoints whose experts `expert_formats.py` decodes
 
 logger = logging.getLogger(__name__)
 
@@ -251,6 +253,7 @@ class MoEOptimizedForCausalLM(_BaseAutoModelClass):
         united = _load_named(request, hub)  # before the model's weights: a wrong name should not cost minutes
         source = str(pretrained_model_name_or_path)
         request.reads_shard = kwargs.get("device_map") is None and kwargs.get("quantization_config") is None
+        _keep_modules(request, source, kwargs, hub)
         token = _REQUEST.set(request)
         try:
             loaded = super().from_pretrained(pretrained_model_name_or_path, *model_args, **kwargs)
@@ -275,6 +278,25 @@ class MoEOptimizedForCausalLM(_BaseAutoModelClass):
             _REQUEST.reset(token)
         _finish(model, united, None, {})
         return model
+
+
+def _keep_modules(request: _Request, source: str, kwargs: dict[str, Any], hub: dict[str, Any]) -> None:
+    """Where we read a quantised checkpoint's experts ourselves, Transformers must not put its own experts modules in
+    the place of the model's; what it does read (attention, shared experts) it then dequantises."""
+    if kwargs.get("quantization_config") is not None:
+        return
+    given = kwargs.get("config")
+    try:
+        config = given.to_dict() if given is not None else PretrainedConfig.get_config_dict(source, **hub)[0]
+    except OSError:
+        return  # no checkpoint there: from_pretrained says so best
+    settings = request.resolve(config.get("moe_opt"))
+    if settings.async_ep is None and settings.expert_parallel is None:
+        return
+    stored = config.get("quantization_config") or {}
+    stored = stored if isinstance(stored, Mapping) else stored.to_dict()
+    if stored.get("quant_method") in _READ_QUANTISED:
+        kwargs["quantization_config"] = AutoQuantizationConfig.from_dict({**stored, "dequantize": True})
 
 
 def _make_request(moe_opt: Any, kwargs: dict[str, Any]) -> _Request:

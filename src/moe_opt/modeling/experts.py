@@ -184,6 +184,22 @@ class ExpertsProxy:
         return self.module.post_expert_norm(out)
 
 
+def run_chosen(
+    kernel: Callable[..., torch.Tensor], module: Any, hidden: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """`kernel` on the assignments whose id is not negative, and on no other row: fewer activations to hold and to
+    differentiate. How many there are depends on the data, so a GPU would have to wait for the number.
+
+    Args: hidden [T, H]; ids int64 [T, k]; weights [T, k]. Returns: [T, H].
+    """
+    token, choice = torch.nonzero(ids >= 0, as_tuple=True)
+    out = torch.zeros_like(hidden)
+    if not len(token):
+        return out
+    rows = kernel(module, hidden.index_select(0, token), ids[token, choice, None], weights[token, choice, None])
+    return out.index_add(0, token, rows)
+
+
 def expert_tensor_names(module: nn.Module) -> list[str]:
     """Names of the module's tensors with a leading expert dimension, weights first."""
     return [name for name in (*_WEIGHTS, *_BIASES) if getattr(module, name, None) is not None]

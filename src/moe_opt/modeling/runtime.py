@@ -29,6 +29,7 @@ from moe_opt.modeling.experts import (
     expert_tensors,
     find_moe_layers,
     prepare_fused,
+    run_chosen,
     stock_function,
 )
 from moe_opt.modeling.phase_settings import PHASES, PhaseSettings, check_phase, checked_layers, checked_threshold
@@ -535,6 +536,12 @@ class MoERuntime:
             return kernel(both, hidden, ids, weights)
         originals = ExpertsProxy(module, expert_tensors(module))
         stand_ins = ExpertsProxy(module, child(hidden))
+        if hidden.device.type == "cpu" and not torch.compiler.is_compiling():
+            # training: each of the two would carry all assignments along
+            own = torch.where(ids < count, ids, -1)
+            return run_chosen(kernel, originals, hidden, own, weights) + run_chosen(
+                kernel, stand_ins, hidden, ids - count, weights
+            )
         own = torch.where((ids < 0) | (ids >= count), count, ids)
         other = torch.where(ids < count, stand_ins.num_experts, ids - count)
         out = kernel(originals, hidden, own, weights.masked_fill(own == count, 0))

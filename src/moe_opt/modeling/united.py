@@ -392,7 +392,7 @@ def weight_fingerprint(
         step = max(1, weight.numel() // _FINGERPRINT_SAMPLES)
         if source is not None:
             places = list(range(0, weight.numel(), step))[:_FINGERPRINT_SAMPLES]
-            values = source.elements(index, "down_proj", places, weight[0].numel()).to(weight.dtype)
+            values = source.elements(index, "down_proj", places).to(weight.dtype)
         elif weight.device.type == "meta":
             return None
         else:

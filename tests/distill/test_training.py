@@ -260,6 +260,19 @@ def test_held_out_texts_are_never_trained_on_and_the_rest_is(recipe: Recipe, tex
     assert held_out
 
 
+def test_a_file_named_twice_is_trained_on_twice_and_measured_on_once(recipe: Recipe, text_file: Path) -> None:
+    once = recipe()
+    twice = recipe()
+    twice.data.data_files = [str(text_file), str(text_file.parent / "*.jsonl")]
+    tokenizer = load_tokenizer(once.model.name, None)
+
+    def texts(config: Any, held_out: bool) -> list[str]:
+        return sorted(load_texts(config.data, tokenizer, 0, held_out=held_out))
+
+    assert texts(twice, False) == sorted(2 * texts(once, False))
+    assert texts(twice, True) == texts(once, True)
+
+
 def test_packed_data_is_one_fixed_order_that_starts_again_in_another(recipe: Recipe) -> None:
     config = recipe()
     tokenizer = load_tokenizer(config.model.name, None)

@@ -36,6 +36,8 @@ def load_texts(settings: DataSettings, tokenizer: Any, seed: int, *, held_out: b
     import datasets
 
     files = _data_files(settings)
+    if held_out and files is not None:  # a file named twice is trained on twice as often, and measured on once
+        files = list(dict.fromkeys(files))
     try:
         loaded = datasets.load_dataset(
             settings.path,

@@ -22,6 +22,7 @@ from moe_opt.distill.calibration import (
 from moe_opt.distill.config import DistillConfig, StageSettings
 from moe_opt.distill.data import first_sequences, load_tokenizer, training_data
 from moe_opt.distill.grouping import group_experts
+from moe_opt.distill.history import with_history
 from moe_opt.distill.initialise import initial_weights
 from moe_opt.distill.measure import error_per_expert, measure_united, next_token_figures
 from moe_opt.distill.objectives import LayerObjective, LogitObjective, Objective, ThresholdSampler
@@ -215,9 +216,7 @@ def finish(
                 )
         metrics["error_per_expert"] = error_per_expert(model, result, samples)
         result.config.metrics = metrics
-        result.config.recipe = _public_recipe(config)
-        if way in earlier:
-            result.config.recipe["start"] = earlier[way]  # the whole way that led here
+        result.config.recipe = with_history(_public_recipe(config), earlier.get(way))
         result.save_pretrained(Path(config.output) / f"ways-{way}")
     if config.work is None:
         shutil.rmtree(config.work_folder, ignore_errors=True)

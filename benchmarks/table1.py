@@ -55,7 +55,7 @@ def main() -> None:
     args = _arguments()
     torch.set_num_threads(args.threads)
     data = Path(os.environ.get("MOE_OPT_DATA", ROOT.parent / "shared" / "data"))
-    model, tokenizer = load_model(str(args.model), dtype=args.dtype)
+    model, tokenizer = load_model(str(args.model), dtype=args.dtype, moe_opt={"kernels": args.kernels})
     united, curves = _curves(model, args)
     texts = {domain_name(path): read_texts(path) for path in sorted((data / "corpus").glob("*.jsonl.gz"))}
     prefill = make_rows(texts, tokenizer, length=args.length, tokens=args.tokens, seed=0)
@@ -120,6 +120,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--shots", type=int, default=0)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--kernels", default="fused", help="experts kernel; finished curves may have had another")
     parser.add_argument("--docs", action="store_true", help="put the tables into docs/evaluation.md")
     args = parser.parse_args()
     args.united = args.united or args.model / "united"

@@ -79,16 +79,16 @@ def experts(name: str, dtype: torch.dtype, tokens: int, runs: int) -> dict[str, 
     )
 
 
-def attention(dtype: torch.dtype, rows: int, context: int, runs: int) -> dict[str, float]:
+def attend(
+    spans: list[Span], slots: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cached: int, runs: int
+) -> dict[str, float]:
+    """Our attention beside the portable one, `cached` tokens in the pool. query [T, heads, 64], key [T, KV heads, 64]."""
     loaded = library.load()
     assert loaded is not None
-    spans = [Span(row, 1, context, [], [(row * context, context)]) for row in range(rows)]
-    query, key = torch.randn(rows, 4, 64, dtype=dtype), torch.randn(rows, 2, 64, dtype=dtype)
-    slots = torch.arange(rows) * context + context - 1
 
     def layers_of(backend: AttentionBackend) -> list[LayerKV]:
         backend.begin(spans, slots)
-        pool = lambda: torch.randn(2, rows * context, 64).to(dtype).transpose(0, 1)  # noqa: E731
+        pool = lambda: torch.randn(2, cached, 64).to(key.dtype).transpose(0, 1)  # noqa: E731
         return [LayerKV(index, pool(), pool(), 64, None, backend) for index in range(LAYERS)]
 
     ours, theirs = layers_of(NativeAttention(loaded)), layers_of(RunsAttention())
@@ -97,6 +97,13 @@ def attention(dtype: torch.dtype, rows: int, context: int, runs: int) -> dict[st
         lambda: [layer.owner.attend(layer, query, key, key, 0.125, None) for layer in theirs],
         runs,
     )
+
+
+def attention(dtype: torch.dtype, rows: int, context: int, runs: int) -> dict[str, float]:
+    spans = [Span(row, 1, context, [], [(row * context, context)]) for row in range(rows)]
+    query, key = torch.randn(rows, 4, 64, dtype=dtype), torch.randn(rows, 2, 64, dtype=dtype)
+    slots = torch.arange(rows) * context + context - 1
+    return attend(spans, slots, query, key, rows * context, runs)
 
 
 def linear(width: int, columns: int, rows: int, runs: int) -> dict[str, float]:
@@ -109,23 +116,10 @@ def linear(width: int, columns: int, rows: int, runs: int) -> dict[str, float]:
 
 def prefill(tokens: int, before: int, runs: int) -> dict[str, float]:
     """A chunk of `tokens` behind `before` cached ones: 4 heads of 64 over 2 KV heads."""
-    loaded = library.load()
-    assert loaded is not None
     length = before + tokens
     spans, slots = [Span(0, tokens, length, [], [(0, length)])], torch.arange(before, length)
     query, key = (torch.randn(tokens, heads, 64, dtype=torch.bfloat16) for heads in (4, 2))
-
-    def layers_of(backend: AttentionBackend) -> list[LayerKV]:
-        backend.begin(spans, slots)
-        pool = lambda: torch.randn(2, length, 64).to(torch.bfloat16).transpose(0, 1)  # noqa: E731
-        return [LayerKV(index, pool(), pool(), 64, None, backend) for index in range(LAYERS)]
-
-    ours, theirs = layers_of(NativeAttention(loaded)), layers_of(RunsAttention())
-    return compare(
-        lambda: [layer.owner.attend(layer, query, key, key, 0.125, None) for layer in ours],
-        lambda: [layer.owner.attend(layer, query, key, key, 0.125, None) for layer in theirs],
-        runs,
-    )
+    return attend(spans, slots, query, key, length, runs)
 
 
 def part(make: Callable[[], torch.nn.Module], rows: int, runs: int) -> dict[str, float]:

@@ -68,6 +68,7 @@ class Decoder:
 
     def __init__(self, stored: list[Stored], dtype: torch.dtype, device: torch.device, rows: int) -> None:
         self._stored = [one for one in stored if one.kind != "plain"]
+        self._coded = {key for one in self._stored for key in one.parts}
         per_expert = max(math.prod(one.shape[1:]) for one in self._stored)
         self._chunk = max(1, min(rows, _SCRATCH_VALUES // per_expert))
         self._values = torch.empty(self._chunk * per_expert, dtype=torch.float32, device=device)
@@ -84,8 +85,7 @@ class Decoder:
 
     def decode(self, parts: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Tensors of a layer by their module's names; they are valid until the next call. Plain ones pass through."""
-        known = {key for one in self._stored for key in one.parts}
-        tensors = {key: value for key, value in parts.items() if key not in known}
+        tensors = {key: value for key, value in parts.items() if key not in self._coded}
         for one in self._stored:
             rows = len(parts[next(iter(one.parts))])
             out = self._out[one.name][:rows]

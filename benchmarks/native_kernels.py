@@ -82,7 +82,7 @@ def experts(name: str, dtype: torch.dtype, tokens: int, runs: int) -> dict[str, 
 def attend(
     spans: list[Span], slots: torch.Tensor, query: torch.Tensor, key: torch.Tensor, cached: int, runs: int
 ) -> dict[str, float]:
-    """Our attention beside the portable one, `cached` tokens in the pool. query [T, heads, 64], key [T, KV heads, 64]."""
+    """Our attention beside the portable one over `cached` tokens. query [T, heads, 64], key [T, KV heads, 64]."""
     loaded = library.load()
     assert loaded is not None
 

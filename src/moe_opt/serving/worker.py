@@ -310,7 +310,7 @@ def _fields(state: ApiState) -> dict[str, Any]:
 
 
 async def _until_stopped(state: ApiState, stop: asyncio.Event) -> int:
-    """0 on a signal, 1 if the engine's thread died."""
+    """0 on a signal or where another rank ends, 1 if the engine's thread died."""
     while not stop.is_set():
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(stop.wait(), timeout=1.0)
@@ -320,7 +320,7 @@ async def _until_stopped(state: ApiState, stop: asyncio.Event) -> int:
         if state.engine.group_leaves:
             logger.info("another rank of the group ends, and so does this one")
             break
-    return 0
+    return 0 if state.engine.alive else 1  # a signal may come between the engine's end and the next look
 
 
 async def _shut_down(state: ApiState, timeout: float, sites: list[web.BaseSite]) -> None:

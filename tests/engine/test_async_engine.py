@@ -14,6 +14,8 @@ from tiny_engines import finish_of, generated, make_model, make_tokenizer, reque
 
 from moe_opt import UnitedExperts, detach_united_experts
 from moe_opt.errors import ConfigError
+from moe_opt.modeling.score_item import ScoreItem
+from moe_opt.modeling.scoring import score_items
 from moe_opt.serving.engine.async_engine import AsyncEngine
 from moe_opt.serving.engine.config import EngineConfig
 from moe_opt.serving.engine.types import (
@@ -240,5 +242,65 @@ def test_an_idle_engine_sleeps() -> None:
             await asyncio.sleep(0.5)
             assert time.process_time() - before < 0.1
             assert engine.stats().steps >= 1
+
+    in_loop(body)
+
+
+def score_jobs(count: int) -> list[ScoreItem]:
+    """Prompts without a common beginning, so that each takes a pass of its own in a small batch."""
+    return [ScoreItem([3 + i, *PROMPT[: 12 + i % 5]], [[7 + i], [9, 11 + i]]) for i in range(count)]
+
+
+def test_scoring_takes_turns_with_the_steps_of_requests() -> None:
+    items = score_jobs(12)
+    expected = score_items(make_model(), items)
+
+    async def body() -> None:
+        async with running(max_batch_prefill_tokens=16) as engine:
+            streams = [engine.submit(request(str(i), PROMPT[: 5 + i], max_new_tokens=12)) for i in range(3)]
+            parts = [engine.score(items[:5]), engine.score(items[5:])]
+            first, second, *events = await asyncio.gather(*parts, *map(collect, streams))
+            for found, values in zip([*first, *second], expected, strict=True):
+                assert found == pytest.approx(values, abs=1e-4)
+            for i, found in enumerate(events):
+                assert tokens_of(found) == generated("qwen2_moe", PROMPT[: 5 + i], 12)
+            assert await engine.score([]) == []
+            with pytest.raises(ConfigError, match="at least one token"):
+                await engine.score([ScoreItem([1], [[]])])
+
+    in_loop(body)
+
+
+def test_callers_that_go_away_leave_the_engine_running() -> None:
+    async def body() -> None:
+        async with running(max_batch_prefill_tokens=16) as engine:
+            stream = engine.submit(request("kept", PROMPT, max_new_tokens=24, ignore_eos=True))
+            for _ in range(4):
+                await anext(stream)
+                gone = [
+                    asyncio.create_task(call)
+                    for call in (engine.score(score_jobs(30)), engine.set_brownout(threshold=1.0))
+                ]
+                await asyncio.sleep(0.002)
+                for task in gone:
+                    task.cancel()
+                await asyncio.gather(*gone, return_exceptions=True)
+            assert len(await collect(stream)) == 21
+            assert engine.alive
+            assert len(await engine.score(score_jobs(2))) == 2
+
+    in_loop(body)
+
+
+def test_whoever_waits_for_scores_hears_of_the_end() -> None:
+    async def body() -> None:
+        async with running(max_batch_prefill_tokens=16) as engine:
+            waiting = [asyncio.create_task(engine.score(score_jobs(400))) for _ in range(2)]
+            while not len(engine._scoring):
+                await asyncio.sleep(0.001)
+            await engine.close()
+            for task in waiting:
+                with pytest.raises(EngineClosedError):
+                    await task
 
     in_loop(body)

@@ -166,6 +166,48 @@ def test_the_lowest_threshold_applies_and_other_settings_must_agree(demo_model_d
         assert group.end() == 0
 
 
+def test_ranks_score_while_others_generate_browned_out(demo_model_dir, expected):
+    tokenizer = AutoTokenizer.from_pretrained(demo_model_dir)
+    model = AutoModelForCausalLM.from_pretrained(demo_model_dir, dtype=torch.float32).eval()
+    choices = [" void.", " signed in the morning.", " the"]
+    rows = [tokenizer(choice, add_special_tokens=False)["input_ids"] for choice in choices]
+
+    def direct(prompt):
+        ids, out = tokenizer(prompt)["input_ids"], []
+        for row in rows:
+            with torch.no_grad():
+                logits = model(torch.tensor([[*ids, *row]])).logits[0].log_softmax(-1)
+            out.append(sum(float(logits[len(ids) + place - 1, token]) for place, token in enumerate(row)))
+        return out
+
+    def classify(job):
+        rank, inputs = job
+        answer = requests.post(
+            group.urls[rank] + "/v1/classify", json={"input": inputs, "choices": choices}, timeout=100
+        )
+        assert answer.status_code == 200, answer.text
+        return [row["logprobs"] for row in answer.json()["data"]]
+
+    united = str(demo_model_dir / "united")
+    flags = ("--united-experts", united, "--ways", "4", "--max-batch-prefill-tokens", "24")
+    with running_group(demo_model_dir, *flags) as group:
+        for url in group.urls:
+            assert requests.post(url + "/brownout", json={"threshold": 0.0}, timeout=30).status_code == 200
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            generated = [pool.submit(group.generate, rank, PROMPTS[0], 200) for rank in (0, 1)]
+            jobs = [(0, PROMPTS), (1, PROMPTS[::-1]), (1, PROMPTS[:1])]
+            found = list(pool.map(classify, jobs))
+            assert all(answer.result().json()["details"]["brownout"]["browned"] for answer in generated)
+        for (_, inputs), answer in zip(jobs, found, strict=True):
+            for prompt, values in zip(inputs, answer, strict=True):
+                assert values == pytest.approx(direct(prompt), abs=2e-3), "scores are exact whatever the others do"
+        body = {"input": ["a " * 600], "choices": choices}
+        refused = requests.post(group.urls[0] + "/v1/classify", json=body, timeout=30)
+        assert refused.status_code == 422
+        assert classify((0, PROMPTS[:1]))[0] == pytest.approx(direct(PROMPTS[0]), abs=2e-3)
+        assert group.end() == 0
+
+
 def test_a_group_that_loses_a_rank_ends(demo_model_dir):
     with running_group(demo_model_dir, "--group-timeout", "20") as group:
         with concurrent.futures.ThreadPoolExecutor(1) as pool:

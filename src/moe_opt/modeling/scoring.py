@@ -156,22 +156,39 @@ def score_items(
     Raises:
         ConfigError: an item without tokens, or longer than the model's positions.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    for item in items:
-        longest = len(item.prompt) + max((len(choice) for choice in item.choices), default=0) - 1
-        if limit is not None and longest > limit:
-            raise ConfigError(f"a prompt with its choice has {longest} tokens, the model takes {limit}")
-    trees = build_trees(items, max_batch_tokens, share_prefixes and shares_prefixes(model), stats)
+    batches = plan_passes(
+        model, items, max_batch_tokens=max_batch_tokens, share=share_prefixes and shares_prefixes(model), stats=stats
+    )
     out = [[0.0] * len(item.choices) for item in items]
-    for batch in _batches(trees, max_batch_tokens, _LOGIT_VALUES // model.config.get_text_config().vocab_size):
-        for tree, values in zip(batch, _run_batch(model, batch), strict=True):
-            for (number, index, _, _), value in zip(tree.targets, values, strict=True):
-                out[number][index] = value
+    for batch in batches:
+        run_pass(model, batch, out)
         if stats is not None:
             stats.passes += 1
         if progress is not None:
             progress(sum(len(tree.targets) for tree in batch))
     return out
+
+
+def plan_passes(
+    model: Any, items: Sequence[ScoreItem], *, max_batch_tokens: int, share: bool, stats: ScoreStats | None = None
+) -> list[list[Tree]]:
+    """The trees of each forward pass that scores these items; runs nothing. Arguments and errors: `score_items`."""
+    config = model.config.get_text_config()
+    limit = getattr(config, "max_position_embeddings", None)
+    for item in items:
+        longest = len(item.prompt) + max((len(choice) for choice in item.choices), default=0) - 1
+        if limit is not None and longest > limit:
+            raise ConfigError(f"a prompt with its choice has {longest} tokens, the model takes {limit}")
+    trees = build_trees(items, max_batch_tokens, share, stats)
+    return list(_batches(trees, max_batch_tokens, _LOGIT_VALUES // config.vocab_size))
+
+
+def run_pass(model: Any, batch: list[Tree], out: list[list[float]], exact: bool = False) -> None:
+    """One forward pass; its choices' log-probabilities go into `out` (by item and choice). Gradients are off.
+    exact: tell moe_opt that these tokens keep their experts (in a pass that other ranks may run browned out)."""
+    for tree, values in zip(batch, _run_batch(model, batch, exact), strict=True):
+        for (number, index, _, _), value in zip(tree.targets, values, strict=True):
+            out[number][index] = value
 
 
 def _batches(trees: list[Tree], max_tokens: int, max_logits: int) -> Iterable[list[Tree]]:
@@ -193,7 +210,7 @@ def _batches(trees: list[Tree], max_tokens: int, max_logits: int) -> Iterable[li
             yield batch
 
 
-def _run_batch(model: Any, batch: list[Tree]) -> list[list[float]]:
+def _run_batch(model: Any, batch: list[Tree], exact: bool) -> list[list[float]]:
     longest = len(batch[0])
     ids = torch.zeros(len(batch), longest, dtype=torch.int64)
     valid = torch.zeros(len(batch), longest, dtype=torch.int64)
@@ -209,10 +226,10 @@ def _run_batch(model: Any, batch: list[Tree]) -> list[list[float]]:
     if batch[0].branches:
         inputs["position_ids"] = positions.to(device)
         inputs["attention_mask"] = _tree_masks(model, batch, longest)
-        logits = _with_padding(model, valid.to(device), inputs)
+        logits = _with_padding(model, valid.to(device), exact, inputs)
     else:
         inputs["attention_mask"] = None if bool(valid.all()) else valid.to(device)
-        logits = model(**inputs).logits
+        logits = _with_padding(model, valid.to(device), exact, inputs) if exact else model(**inputs).logits
     column = {node: place for place, node in enumerate(wanted)}
     out = []
     for row, tree in enumerate(batch):
@@ -225,12 +242,14 @@ def _run_batch(model: Any, batch: list[Tree]) -> list[list[float]]:
     return out
 
 
-def _with_padding(model: Any, valid: torch.Tensor, inputs: dict[str, Any]) -> torch.Tensor:
-    """Run with a mask of our own; tell moe_opt, which cannot read padding off it, which tokens are real."""
+def _with_padding(model: Any, valid: torch.Tensor, exact: bool, inputs: dict[str, Any]) -> torch.Tensor:
+    """Run with a mask of our own; tell moe_opt, which cannot read padding off it, which tokens are real, and whether
+    they keep their experts."""
     runtime = getattr(model, "moe_opt", None)
     if runtime is None:
         return model(**inputs).logits
-    with runtime.batch(torch.where(valid.bool(), 0, -1).reshape(-1), phase="prefill"):
+    rows = torch.where(valid.bool(), 0, -1).reshape(-1)
+    with runtime.batch(rows, phase="prefill", exact=torch.ones_like(rows, dtype=torch.bool) if exact else None):
         return model(**inputs).logits
 
 

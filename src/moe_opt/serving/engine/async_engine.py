@@ -9,13 +9,14 @@ import dataclasses
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from moe_opt.modeling.score_item import ScoreItem
 from moe_opt.serving.engine.config import EngineConfig
 from moe_opt.serving.engine.engine import Engine
 from moe_opt.serving.engine.lockstep import IDLE_SECONDS, LockStep
+from moe_opt.serving.engine.score_job import ScoreQueue
 from moe_opt.serving.engine.types import (
     BrownoutStatus,
     EngineClosedError,
@@ -97,6 +98,9 @@ class AsyncEngine:
         self.engine = Engine(model, tokenizer, config, on_step=on_step)
         self.config = self.engine.config
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._pending: set[concurrent.futures.Future[None]] = set()  # of the commands that somebody waits for
+        self._scoring = ScoreQueue()
+        self._scored = False  # the last turn was a pass of scoring
         self._streams: dict[str, EventStream] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
@@ -107,6 +111,7 @@ class AsyncEngine:
         self._compiling: set[asyncio.Task[None]] = set()
         self._lock_step: LockStep | None = None
         self._leaving = self._group_leaves = False
+        self._ended = False
         if model.moe_opt.expert_parallel is not None:
             self._lock_step = LockStep(model.moe_opt, self.config.rebalance_steps, self.config.group_timeout)
 
@@ -189,11 +194,11 @@ class AsyncEngine:
         await self._between_steps(lambda: self.engine.swap_united(united))
 
     async def score(self, items: Sequence[ScoreItem]) -> list[list[float]]:
-        found: list[list[float]] = []
-        for part in _parts(items, 2 * self.config.max_batch_prefill_tokens):
-            # Steps of other requests run between two parts.
-            await self._between_steps(lambda part=part: found.extend(self.engine.score(part)))  # type: ignore[misc]
-        return found
+        job = await asyncio.to_thread(self.engine.plan_scores, items)
+        if job.over:
+            return job.values
+        await self._between_steps(lambda: self._scoring.add(job))
+        return await asyncio.wrap_future(job.done)
 
     async def drain(self, timeout: float | None = None) -> bool:
         self._draining = True
@@ -211,7 +216,7 @@ class AsyncEngine:
             return
         self._commands.put(self._request_stop)
         await asyncio.get_running_loop().run_in_executor(None, thread.join)
-        self._end_streams()
+        self._end()
 
     # ------------------------------------------------------------- on the event loop
 
@@ -228,11 +233,15 @@ class AsyncEngine:
         self._commands.put(lambda: self._add(request, state))
 
     async def _between_steps(self, action: _Command) -> None:
-        if not self.alive:
+        if not self.alive or self._ended:
             raise EngineClosedError("the engine does not run")
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._pending.add(done)
+        done.add_done_callback(self._pending.discard)
 
         def run() -> None:
+            if not done.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             try:
                 action()
             except BaseException as error:
@@ -254,10 +263,16 @@ class AsyncEngine:
                 del self._streams[request_id]
         self._note_idle()
 
-    def _end_streams(self) -> None:
+    def _end(self) -> None:
+        """The thread has ended, and so does all that waits for it."""
+        self._ended = True
+        self._scoring.fail_all(_closed)
+        for done in list(self._pending):
+            if done.set_running_or_notify_cancel():
+                done.set_exception(_closed())
         for request_id, stream in list(self._streams.items()):
             del self._streams[request_id]
-            stream.put(EngineClosedError("the engine was closed while the request ran"))
+            stream.put(_closed())
         self._note_idle()
 
     def _note_idle(self) -> None:
@@ -271,10 +286,10 @@ class AsyncEngine:
         try:
             while not self._stop or self._lock_step is not None:
                 if self._lock_step is None:
-                    self._obey(wait=not engine.has_work)
-                    outcomes = engine.step() if engine.has_work and not self._stop else []
+                    self._obey(wait=not self._has_work)
+                    outcomes = self._turn() if self._has_work and not self._stop else []
                 else:
-                    self._obey(wait=not engine.has_work, seconds=IDLE_SECONDS)
+                    self._obey(wait=not self._has_work, seconds=IDLE_SECONDS)
                     if (found := self._step_in_group(self._lock_step)) is None:
                         break
                     outcomes = found
@@ -290,18 +305,45 @@ class AsyncEngine:
         finally:
             engine.close()
             self._snapshot = engine.stats()
-            self._call_on_loop(self._end_streams)
+            self._call_on_loop(self._end)
+
+    @property
+    def _has_work(self) -> bool:
+        return self.engine.has_work or bool(self._scoring)
+
+    def _turn(self) -> list[tuple[str, Event | Exception]]:
+        """A step of the requests, or a pass of scoring: they take turns."""
+        if self._scoring and not (self._scored and self.engine.has_work):
+            self._scored = True
+            self._score_pass()
+            return []
+        self._scored = False
+        return self.engine.step()
+
+    def _score_pass(self) -> None:
+        job = self._scoring.next()
+        if job is None:
+            return
+        try:
+            self.engine.score_pass(job)
+        except Exception as error:
+            if self._lock_step is not None:  # the other ranks wait in the middle of it
+                self._scoring.add(job)
+                raise
+            job.fail(error)
+        else:
+            self._scoring.back(job)
 
     def _step_in_group(self, group: LockStep) -> list[tuple[str, Event | Exception]] | None:
         """A step of all ranks; None when all have ended."""
         engine = self.engine
-        work = engine.has_work and not self._stop
+        work = self._has_work and not self._stop
         turn = group.turn(work, self._leaving, self._stop, engine.wanted_thresholds)
         self._group_leaves = self._group_leaves or turn.leaving
         if turn.over:
             return None
         before = engine.runner.passes
-        outcomes = engine.step() if work else []
+        outcomes = self._turn() if work else []
         if turn.run and engine.runner.passes == before:
             engine.idle()
         return outcomes
@@ -335,16 +377,8 @@ class AsyncEngine:
         self._stop = True
 
 
-def _parts(items: Sequence[ScoreItem], tokens: int) -> Iterator[Sequence[ScoreItem]]:
-    """Runs of items with at most so many tokens, prompts counted once; a longer item stands alone."""
-    first = held = 0
-    for index, item in enumerate(items):
-        size = len(item.prompt) + sum(map(len, item.choices))
-        if index > first and held + size > tokens:
-            yield items[first:index]
-            first, held = index, 0
-        held += size
-    yield items[first:]
+def _closed() -> EngineClosedError:
+    return EngineClosedError("the engine was closed while the request ran")
 
 
 def _ignore(_: object) -> None:

@@ -24,6 +24,7 @@ from moe_opt.serving.engine.output import OutputProcessor, end_of_sequence_ids
 from moe_opt.serving.engine.pages import PagePool
 from moe_opt.serving.engine.sampling import PenaltyState, Sampled, SampleRow, prompt_logprobs, sample
 from moe_opt.serving.engine.scheduler import Plan, Row, Scheduler
+from moe_opt.serving.engine.score_job import ScoreJob
 from moe_opt.serving.engine.sequence import Sequence
 from moe_opt.serving.engine.types import (
     BrownoutSetting,
@@ -206,11 +207,13 @@ class Engine:
         """A step of an expert-parallel group in which this rank has nothing to do."""
         self.runner.idle()
 
-    def score(self, items: Listing[ScoreItem]) -> list[list[float]]:
-        """See `EngineClient.score`."""
-        if self.runner.runtime.expert_parallel is not None:
-            raise InvalidRequestError("scoring is not served by an expert-parallel group: use a server of its own")
-        return self.runner.score(items)
+    def plan_scores(self, items: Listing[ScoreItem]) -> ScoreJob:
+        """The passes that score these items (`EngineClient.score`); safe from any thread."""
+        return self.runner.plan_scores(items)
+
+    def score_pass(self, job: ScoreJob) -> None:
+        """Run the next pass of a job; it may stand between any two steps."""
+        self.runner.score_pass(job)
 
     # ------------------------------------------------------------- the step
 

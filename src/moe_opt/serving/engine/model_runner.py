@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import time
@@ -15,7 +16,7 @@ from moe_opt.errors import ConfigError
 from moe_opt.modeling.kernels.native_modules import NativeModules
 from moe_opt.modeling.phase_settings import PHASES
 from moe_opt.modeling.score_item import ScoreItem
-from moe_opt.modeling.scoring import score_items
+from moe_opt.modeling.scoring import plan_passes, run_pass, shares_prefixes
 from moe_opt.modeling.step import StepStats
 from moe_opt.serving.engine.attention import IMPLEMENTATION, AttentionBackend, LayerKV, Span
 from moe_opt.serving.engine.attention_choice import choose_backend
@@ -33,6 +34,7 @@ from moe_opt.serving.engine.kv_pool import (
 )
 from moe_opt.serving.engine.kv_state import fingerprint_of
 from moe_opt.serving.engine.scheduler import Import, Plan, Row
+from moe_opt.serving.engine.score_job import ScoreJob
 
 _CHUNK_TOKENS = 64  # prompt tokens of a step from which `prefill_threads` pay
 
@@ -74,7 +76,8 @@ class ModelRunner:
         self.device = model.get_input_embeddings().weight.device
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self._previous_attention = model.config._attn_implementation
-        self.passes = 0  # forward passes over the pool so far
+        self._shares_prefixes = shares_prefixes(model)  # by its own attention, which scoring runs with
+        self.passes = 0  # forward passes so far
         self.layers: list[LayerShape] = []
         self.pool: list[LayerKV] = []
         self._native: NativeModules | None = None
@@ -110,18 +113,34 @@ class ModelRunner:
         self.pool.clear()
         self.model.set_attn_implementation(self._previous_attention)
 
-    def score(self, items: Sequence[ScoreItem]) -> list[list[float]]:
-        """Score choices with the model's own attention, without brownout and without pages."""
-        thresholds = {phase: self.runtime.brownout(phase).threshold for phase in PHASES}
+    def plan_scores(self, items: Sequence[ScoreItem]) -> ScoreJob:
+        """Passes over the model's own attention that score choices; runs nothing, safe from any thread.
+
+        Raises:
+            ConfigError: an item without tokens, or longer than the model's positions.
+        """
+        passes = plan_passes(
+            self.model, items, max_batch_tokens=self.config.max_batch_prefill_tokens, share=self._shares_prefixes
+        )
+        return ScoreJob(collections.deque(passes), [[0.0] * len(item.choices) for item in items])
+
+    def score_pass(self, job: ScoreJob) -> None:
+        """Run the next pass of a job, without brownout and without pages."""
+        runtime = self.runtime
+        # A group runs every pass at one threshold: there, these tokens are marked as ones that keep their experts.
+        in_group = runtime.expert_parallel is not None
+        thresholds = {} if in_group else {phase: runtime.brownout(phase).threshold for phase in PHASES}
         self.model.set_attn_implementation(self._previous_attention)
-        self.runtime.set_brownout(threshold=1.0)
+        if not in_group:
+            runtime.set_brownout(threshold=1.0)
         try:
             with torch.inference_mode():
-                return score_items(self.model, items, max_batch_tokens=self.config.max_batch_prefill_tokens)
+                run_pass(self.model, job.passes.popleft(), job.values, exact=in_group)
         finally:
             for phase, threshold in thresholds.items():
-                self.runtime.set_brownout(threshold=threshold, phase=phase)
+                runtime.set_brownout(threshold=threshold, phase=phase)
             self.model.set_attn_implementation(IMPLEMENTATION)
+        self.passes += 1
 
     def run(self, plan: Plan) -> Pass:
         """Compute the rows of a plan. The pages of every row are there already."""

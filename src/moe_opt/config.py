@@ -11,6 +11,7 @@ from typing import Any
 from moe_opt.errors import ConfigError
 
 STREAMING_MODES = ("auto", "offload", "gather", "both")
+PREFILL_DISPATCH = ("auto", "all-gather", "all-to-all")
 REPLICA_METHODS = ("metro", "greedy", "optimal", "eplb")
 KERNELS = ("auto", "eager", "grouped_mm", "batched_mm", "fused")
 
@@ -26,6 +27,8 @@ class ExpertParallelConfig:
         placement: a file that `ExpertPlacement.save` wrote; None places experts as if all were equally popular.
         decode_tokens: steps of up to so many tokens over all ranks take `method`; larger ones split every expert's
             tokens evenly over its replicas, which is right where computing takes longer than reading.
+        prefill_dispatch: how the tokens of such larger steps travel: "all-gather" to all ranks in one collective,
+            "all-to-all" to those that compute for them, "auto" the second where that moves at most three quarters.
 
     Raises:
         ConfigError: a value out of range.
@@ -36,11 +39,17 @@ class ExpertParallelConfig:
     slots_per_rank: int | None = None
     placement: str | None = None
     decode_tokens: int = 1024
+    prefill_dispatch: str = "auto"
 
     def __post_init__(self) -> None:
         if self.method not in REPLICA_METHODS:
             raise ConfigError(
                 f"moe_opt: unknown expert_parallel method {self.method!r}; choose one of {', '.join(REPLICA_METHODS)}"
+            )
+        if self.prefill_dispatch not in PREFILL_DISPATCH:
+            raise ConfigError(
+                f"moe_opt: unknown prefill_dispatch {self.prefill_dispatch!r}; "
+                f"choose one of {', '.join(PREFILL_DISPATCH)}"
             )
         if not isinstance(self.replication, (int, float)) or self.replication < 1:
             raise ConfigError(f"moe_opt: expert_parallel replication must be at least 1, got {self.replication!r}")

@@ -66,6 +66,8 @@ def test_two_ranks_equal_one_process(tmp_path: Path, family: str) -> None:
         for method in ("metro", "greedy", "optimal", "eplb")
     ]
     cases.append({**base, "settings": {"decode_tokens": 0, "replication": 1.5}})  # every step takes the even split
+    routed = {"decode_tokens": 0, "replication": 1.5, "prefill_dispatch": "all-to-all"}
+    cases.append({**base, "settings": routed})  # every step sends tokens where they are computed
     cases.append({**base, "settings": {"slots_per_rank": 6}, "rebalance": True})
     cases.append({**base, "settings": {}, "generate": True})  # no replicas
     by_rank = run_group(tmp_path, 2, cases)
@@ -86,6 +88,8 @@ def test_two_ranks_equal_one_process(tmp_path: Path, family: str) -> None:
 def test_four_ranks_one_of_them_idle(tmp_path: Path) -> None:
     base = save_case(tmp_path, "qwen3_moe", 4)
     cases = [{**base, "settings": {"method": "metro", "slots_per_rank": 3}}, {**base, "settings": {"method": "eplb"}}]
+    for replication in (1.0, 1.5):  # top-2 of 4 ranks: "auto" sends tokens to the ranks that compute for them
+        cases.append({**base, "settings": {"decode_tokens": 0, "replication": replication}})
     for found in run_group(tmp_path, 4, cases):
         for result in found:
             assert result["difference"] < 2e-4
@@ -131,6 +135,8 @@ def test_settings_and_what_cannot_work() -> None:
         MoEOptConfig(expert_parallel={"method": "best"})
     with pytest.raises(ConfigError, match="at least 1"):
         MoEOptConfig(expert_parallel={"replication": 0.5})
+    with pytest.raises(ConfigError, match="unknown prefill_dispatch 'mail'"):
+        MoEOptConfig(expert_parallel={"prefill_dispatch": "mail"})
 
 
 def test_without_a_launcher_it_says_how_to_start(tmp_path: Path) -> None:

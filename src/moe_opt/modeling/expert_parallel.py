@@ -2,8 +2,9 @@
 
 Every rank runs its own batch. In each MoE layer the ranks all-gather their tokens with the router's choices, so that
 all know the step's counts (section IV-C); each finds the same plan of replicas, computes the assignments that the plan
-gives it, and a reduce-scatter brings every rank the sum for its own tokens. One small collective at the start of a
-forward pass tells how many tokens each rank brings, which fixes all shapes of that pass.
+gives it, and a reduce-scatter brings every rank the sum for its own tokens. Of larger steps only the choices are
+gathered where that moves less, and tokens go by all-to-all to the ranks that compute for them. One small collective at
+the start of a forward pass tells how many tokens each rank brings, which fixes all shapes of that pass.
 
 Ranks must run forward passes together: `generate(synced_gpus=True)`, an engine in lock step, or `idle()` for a rank
 that has nothing to do.
@@ -29,8 +30,10 @@ from moe_opt.modeling.placement import ExpertPlacement, place_experts
 from moe_opt.modeling.rebalancing import Rebalance
 from moe_opt.modeling.replica_dispatch import (
     Gathered,
+    TokenExchange,
     gather_tokens,
     reduce_scatter,
+    share_of_ranks,
     split_evenly,
 )
 from moe_opt.modeling.united import weight_fingerprint
@@ -39,6 +42,7 @@ if TYPE_CHECKING:
     from moe_opt.modeling.expert_source import ExpertSource
 
 _PHASES = ("decode", "prefill")  # by number in the header that ranks exchange
+_WORTH_ROUTING = 0.75  # of what an all-gather moves, below which "auto" sends tokens by all-to-all
 
 
 class LayerPlan:
@@ -229,17 +233,38 @@ class ExpertParallel:
                 f"the experts of rank {self.rank} were given {tokens} tokens, announced were {self._sizes}: call the "
                 "model, not its layers"
             )
-        gathered = gather_tokens(hidden, ids.to(torch.int64), weights, valid, exact, self._sizes, self.group)
+        routed = self._routes(ids.shape[1])
+        gathered = gather_tokens(
+            None if routed else hidden, ids.to(torch.int64), weights, valid, exact, self._sizes, self.group
+        )
         self._count(layer, gathered)
         plan = self.plan(layer, module)
         chosen_ids, chosen_weights = self._after_brownout(layer, module, gathered)
-        mine = self._mine(layer, plan, chosen_ids, gathered.total)
+        owner = self._owners(layer, plan, chosen_ids, gathered.total)
+        mine = owner == self.rank
         local = torch.where(mine, plan.slot_of_expert[chosen_ids.clamp_min(0)], plan.num_held)
+        gates = chosen_weights.masked_fill(~mine, 0)
         proxy = ExpertsProxy(module, self._storage(module))
         own = self.runtime.kernel if self.runtime.kernel in ("batched_mm", "fused") else "grouped_mm"
         kernel = stock_function(module, own)
-        out = kernel(proxy, gathered.hidden, local, chosen_weights.masked_fill(~mine, 0))
-        return self._combine(out, tokens), torch.where(mine, chosen_ids, -1)
+        if gathered.hidden is None:
+            goes = torch.stack([(owner == rank).any(1) for rank in range(self.num_ranks)], dim=1)
+            exchange = TokenExchange(goes, self.rank, tokens, self.group)
+            received = exchange.dispatch(hidden)
+            rows = exchange.rows
+            partial = kernel(proxy, received, local[rows], gates[rows]) if len(rows) else torch.empty_like(received)
+            out = exchange.combine(partial)
+        else:
+            out = self._combine(kernel(proxy, gathered.hidden, local, gates), tokens)
+        return out, torch.where(mine, chosen_ids, -1)
+
+    def _routes(self, top_k: int) -> bool:
+        """Whether this step's tokens go only to the ranks that compute for them. The same on all ranks."""
+        if self.num_ranks == 1 or sum(self._sizes) <= self.config.decode_tokens:
+            return False
+        if self.config.prefill_dispatch == "auto":
+            return share_of_ranks(top_k, self.num_ranks) <= _WORTH_ROUTING
+        return self.config.prefill_dispatch == "all-to-all"
 
     def _count(self, layer: int, gathered: Gathered) -> None:
         if self.load_counts.device != gathered.ids.device:
@@ -256,12 +281,11 @@ class ExpertParallel:
         ids, weights = (gathered.ids, gathered.weights) if delegation is None else delegation
         return torch.where(gathered.valid.unsqueeze(1), ids, -1), weights
 
-    def _mine(self, layer: int, plan: LayerPlan, ids: torch.Tensor, total: int) -> torch.Tensor:
-        """bool like ids: the assignments that this rank computes."""
+    def _owners(self, layer: int, plan: LayerPlan, ids: torch.Tensor, total: int) -> torch.Tensor:
+        """int64 like ids: the rank that computes each assignment, -1 for none."""
         if self.method == "eplb" or total > self.config.decode_tokens:
-            rank_of_assignment = split_evenly(ids, plan.hosts_on_device)
             self.activated[layer] = None
-            return (rank_of_assignment == self.rank) & (ids >= 0)
+            return torch.where(ids >= 0, split_evenly(ids, plan.hosts_on_device), -1)
         experts = len(plan.hosts)
         if plan.device_replicas is not None and self.method == "metro":
             from moe_opt.modeling.kernels.metro import choose_on_device
@@ -275,7 +299,7 @@ class ExpertParallel:
             tokens = np.bincount(on_host[on_host >= 0], minlength=experts)
             choice = torch.from_numpy(plan.table.choose(tokens, self.method)).to(ids.device)
         self.activated[layer] = choice
-        return (choice[ids.clamp_min(0)] == self.rank) & (ids >= 0)
+        return torch.where(ids >= 0, choice[ids.clamp_min(0)].to(torch.int64), -1)
 
     def _storage(self, module: nn.Module) -> dict[str, torch.Tensor]:
         """This rank's originals, then the united experts."""

@@ -1,4 +1,9 @@
-"""Moving tokens between the ranks of an expert-parallel group: one all-gather a layer, and the even split."""
+"""Moving tokens between the ranks of an expert-parallel group, and the even split.
+
+Decode-sized steps all-gather the tokens, one collective a layer. Larger steps may gather the router's choices alone and
+send each token's state to those ranks that compute something for it (all-to-all), which moves less where a token's
+experts lie on few of the ranks.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +23,7 @@ reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sca
 class Gathered(NamedTuple):
     """The step's tokens of all ranks, each rank's part padded to the longest."""
 
-    hidden: torch.Tensor  # [N, H]
+    hidden: torch.Tensor | None  # [N, H]; None where only the choices were gathered
     ids: torch.Tensor  # int64 [N, k]
     weights: torch.Tensor  # [N, k]
     valid: torch.Tensor  # bool [N], False for padding
@@ -27,7 +32,7 @@ class Gathered(NamedTuple):
 
 
 def gather_tokens(
-    hidden: torch.Tensor,
+    hidden: torch.Tensor | None,
     ids: torch.Tensor,
     weights: torch.Tensor,
     valid: torch.Tensor | None,
@@ -38,7 +43,8 @@ def gather_tokens(
     """All-gather dispatch (METRO section IV-C). States, weights, choices and flags of a token travel as one row of
     bytes, so that there is one collective.
 
-    Args: hidden [T, H]; ids int64 [T, k]; weights [T, k]; valid, exact bool [T] or None. sizes: T of every rank.
+    Args: hidden [T, H], None to gather the choices alone; ids int64 [T, k]; weights [T, k]; valid, exact bool [T] or
+    None. sizes: T of every rank.
     """
     tokens, top_k = ids.shape
     flags = torch.full((tokens, 1), _VALID, dtype=torch.int32, device=ids.device)
@@ -47,10 +53,11 @@ def gather_tokens(
     if exact is not None:
         flags += _EXACT * exact.view(-1, 1).to(torch.int32)
     parts = [
-        hidden.contiguous().view(torch.uint8),
         weights.contiguous().view(torch.uint8),
         torch.cat([ids.to(torch.int32), flags], dim=1).view(torch.uint8),
     ]
+    if hidden is not None:
+        parts.append(hidden.contiguous().view(torch.uint8))
     row = torch.cat(parts, dim=1)
     ranks, longest = len(sizes), max(sizes)
     if tokens < longest:
@@ -60,18 +67,64 @@ def gather_tokens(
         all_gather(everyone, row, group=group)
     else:
         everyone = row
-    widths = [part.shape[1] for part in parts]
-    states, gates, numbers = everyone.split(widths, dim=1)
+    gates, numbers, *states = everyone.split([part.shape[1] for part in parts], dim=1)
     choices = numbers.contiguous().view(torch.int32)
     bits = choices[:, top_k]
     return Gathered(
-        hidden=states.contiguous().view(hidden.dtype),
+        hidden=states[0].contiguous().view(hidden.dtype) if hidden is not None else None,
         ids=choices[:, :top_k].to(torch.int64),
         weights=gates.contiguous().view(weights.dtype),
         valid=(bits & _VALID) != 0,
         exact=((bits & _EXACT) != 0),
         total=sum(sizes),
     )
+
+
+class TokenExchange:
+    """One layer's all-to-all: each token's state goes to the ranks that compute something for it, once to each, and
+    their sums come back.
+
+    All ranks know all choices, so that nobody has to ask how many rows will come; the counts are read by the host.
+
+    Args:
+        goes: bool [N, G], which ranks compute something for each token, of all ranks' tokens in `gather_tokens`' order.
+        rank: this one. tokens: its own.
+
+    Attributes:
+        rows: int64 [R], the tokens (rows of `goes`) that this rank computes for, ascending.
+    """
+
+    def __init__(self, goes: torch.Tensor, rank: int, tokens: int, group: dist.ProcessGroup | None) -> None:
+        ranks = goes.shape[1]
+        longest = goes.shape[0] // ranks
+        mine = goes[rank * longest : rank * longest + tokens]
+        self._tokens = tokens
+        self._group = group
+        self._sent = torch.nonzero(mine.t())[:, 1]  # by rank, then by token
+        self.rows = torch.nonzero(goes[:, rank])[:, 0]
+        counts = torch.stack([mine.sum(0), goes[:, rank].view(ranks, longest).sum(1)])
+        self._out_counts, self._in_counts = counts.tolist()
+
+    def dispatch(self, hidden: torch.Tensor) -> torch.Tensor:
+        """States of this rank's tokens [T, H] -> states of `rows` [R, H]."""
+        received = hidden.new_empty((len(self.rows), hidden.shape[1]))
+        dist.all_to_all_single(
+            received, hidden[self._sent].contiguous(), self._in_counts, self._out_counts, group=self._group
+        )
+        return received
+
+    def combine(self, partial: torch.Tensor) -> torch.Tensor:
+        """What was computed for `rows` [R, H] -> the sum of all ranks' parts for this rank's tokens [T, H]."""
+        returned = partial.new_empty((len(self._sent), partial.shape[1]))
+        dist.all_to_all_single(returned, partial.contiguous(), self._out_counts, self._in_counts, group=self._group)
+        out = torch.zeros(self._tokens, partial.shape[1], dtype=torch.float32, device=partial.device)
+        return out.index_add_(0, self._sent, returned.float()).to(partial.dtype)
+
+
+def share_of_ranks(top_k: int, ranks: int) -> float:
+    """Share of the ranks that a token's experts lie on, if each choice is as likely to be on any: what an all-to-all
+    moves of an all-gather."""
+    return 1.0 - (1.0 - 1.0 / ranks) ** top_k
 
 
 def split_evenly(ids: torch.Tensor, hosts: torch.Tensor) -> torch.Tensor:

@@ -229,8 +229,9 @@ class KVTransfer:
             if answer.status == 404:
                 return None
             answer.raise_for_status()
-            if (answer.content_length or 0) > self.settings.capacity:
-                raise MoEOptError(f"it has {answer.content_length} bytes, more than {self.settings.capacity}")
+            size = answer.content_length
+            if size is None or size > self.settings.capacity:  # an answer without a length could go on for ever
+                raise MoEOptError(f"it has {size or 'any number of'} bytes, allowed are {self.settings.capacity}")
             raw = await answer.read()
         async with self._session.delete(url, headers=self._headers):
             pass

@@ -6,6 +6,8 @@ initialisation: grouping, initialisation, closed form, objective of stage 1, sec
 over thresholds has where it reads as many experts.
 
     python benchmarks/distill_ablation.py [--steps 20] [--sequences 16] [--only grouping,...]
+
+Parts that are measured one by one with the same settings add up in the result file.
 """
 
 from __future__ import annotations
@@ -13,13 +15,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from common import write_result
+from common import RESULTS, write_result
 
 from moe_opt import UnitedExperts, attach_united_experts
 from moe_opt.distill.calibration import LayerSample, LayerStatistics, statistics
@@ -120,9 +123,17 @@ class Bench:
             "held_out_sequences": len(self.held_out),
             "sequence_length": self.config.data.length,
             "exact": self.exact,
-            "rows": self.rows,
         }
-        write_result(self.args.out, facts)
+        write_result(self.args.out, {**facts, "rows": [*self._other_parts(facts), *self.rows]})
+
+    def _other_parts(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Rows of earlier runs with these very settings, of parts that this one does not measure."""
+        path = RESULTS / f"{self.args.out}.json"
+        found = json.loads(path.read_text()) if path.exists() else {}
+        if {key: found.get(key) for key in facts} != facts:
+            return []
+        mine = {row["part"] for row in self.rows}
+        return [row for row in found["rows"] if row["part"] not in mine]
 
 
 def baselines(bench: Bench, targets: dict[str, float]) -> None:

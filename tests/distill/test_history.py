@@ -41,3 +41,10 @@ def test_checkpoints_of_before_are_read():
     nested = {"steps": 3, "start": {"steps": 2, "start": {"steps": 1, "start": None}}}
     assert [run["steps"] for run in runs(nested)] == [3, 2, 1]
     assert with_history({"steps": 4}, nested) == {"steps": 4, "earlier": [{"steps": 3}, {"steps": 2}, {"steps": 1}]}
+
+
+def test_a_remark_belongs_to_one_run() -> None:
+    first = with_history({"steps": 1, "remark": "stopped once"}, None)
+    third = with_history({"steps": 3}, with_history({"steps": 2}, first))
+    assert third == {"steps": 3, "earlier": [{"steps": 2}, {"steps": 1, "remark": "stopped once"}]}
+    assert runs(with_history({"steps": 4, "remark": "new"}, third))[1:] == [{"steps": 3}, {"steps": 2}, first]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 EARLIER = "earlier"
+_REMARK = "remark"  # a sentence about one run, which no other inherits
 
 
 def with_history(recipe: dict[str, Any], start: dict[str, Any] | None) -> dict[str, Any]:
@@ -26,7 +27,8 @@ def runs(recipe: dict[str, Any]) -> list[dict[str, Any]]:
     under "start"."""
     own = {key: value for key, value in recipe.items() if key not in ("start", EARLIER)}
     start = recipe.get("start")
-    before = runs(start) if isinstance(start, dict) else [_merged(own, run) for run in recipe.get(EARLIER, [])]
+    shared = {key: value for key, value in own.items() if key != _REMARK}
+    before = runs(start) if isinstance(start, dict) else [_merged(shared, run) for run in recipe.get(EARLIER, [])]
     return [own, *before]
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from moe_opt.config import KERNELS, REPLICA_METHODS
+from moe_opt.config import KERNELS, PREFILL_DISPATCH, REPLICA_METHODS
 from moe_opt.errors import ConfigError
 
 DTYPES = ("auto", "float16", "bfloat16", "float32")
@@ -110,6 +110,7 @@ FLAGS: tuple[Flag, ...] = (
     # one expert-parallel group
     Flag("expert-parallel", int, None, "ranks that share the experts; rank r serves on --port + r"),
     Flag("replica-choice", _one_of(*REPLICA_METHODS), "metro", "which replica of an expert a decode step reads"),
+    Flag("prefill-dispatch", _one_of(*PREFILL_DISPATCH), "auto", "how tokens of large steps travel between the ranks"),
     Flag("expert-replication", float, 1.0, "expert weights on all ranks together, over the number of experts"),
     Flag("expert-placement", str, None, "file of ExpertPlacement.save; default: all experts equally popular"),
     Flag("rebalance-steps", int, 0, "move experts to the loads seen, every so many steps; 0: never"),

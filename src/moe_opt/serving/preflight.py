@@ -42,6 +42,7 @@ def expert_parallel(values: dict[str, Any]) -> ExpertParallelConfig | None:
         method=values["replica_choice"],
         replication=values["expert_replication"],
         placement=values["expert_placement"],
+        prefill_dispatch=values["prefill_dispatch"],
     )
 
 

@@ -31,6 +31,7 @@ def test_every_flag_has_an_environment_variable():
             "cors_allow_origin": "a,b",
             "kv_role": "decode",
             "replica_choice": "greedy",
+            "prefill_dispatch": "all-to-all",
         }.get(flag.key, texts.get(getattr(flag.parse, "__name__", ""), "true"))
         if flag.key == "max_input_length":
             continue

@@ -198,6 +198,7 @@ def parts(bench: Bench) -> dict[str, Callable[[], None]]:
             ("Eq. 4 from the recipe's start", paper, "layers"),
             ("gate-weighted layer error", layers, "layers"),
             ("logits (second stage)", logits, "logits"),
+            ("logits and the text itself", dataclasses.replace(logits, label_weight=1.0), "logits"),
         ):
             began = time.process_time()
             bench.row("objective", name, bench.trained(start(), stage, kind), began)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -118,6 +119,29 @@ def test_the_logit_loss_is_the_divergence_that_serving_would_show(model: Any) ->
     expected = (exact.exp() * (exact - browned)).sum(-1).mean()
     assert float(expected) > 1e-4
     assert float(loss) == pytest.approx(float(expected), rel=1e-3)
+
+
+def test_the_text_itself_counts_with_its_weight(model: Any) -> None:
+    """Beside the divergence stands the browned-out model's cross-entropy, and its gradient reaches the students."""
+    students = students_of(model, 4)
+    tokens = ids()
+    found, slopes = {}, {}
+    for weight in (0.0, 0.5):
+        stage = dataclasses.replace(fixed(0.2), label_weight=weight)
+        objective = LogitObjective(model, students, stage, 4, ThresholdSampler(stage, 0))
+        found[weight] = float(objective(students, tokens, torch.arange(4), backward)[4])
+        objective.close()
+        slopes[weight] = [p.grad.clone() for p in students.parameters()]
+        for parameter in students.parameters():
+            parameter.grad = None
+    with torch.no_grad():
+        attach_united_experts(model, students.to_united(4))
+        model.moe_opt.set_brownout(threshold=0.2)
+        logits = model(tokens).logits[:, :-1]
+    model.moe_opt.remove_united()
+    text = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    assert found[0.5] - found[0.0] == pytest.approx(0.5 * float(text) / tokens.numel(), rel=1e-3)
+    assert any(not torch.allclose(a, b) for a, b in zip(slopes[0.0], slopes[0.5], strict=True))
 
 
 def test_chunked_and_plain_divergence_agree_in_value_and_gradient() -> None:

@@ -109,6 +109,9 @@ def test_a_run_writes_checkpoints_that_serve_and_both_stages_lower_their_loss(
         saved = UnitedExperts.from_pretrained(config.output, ways=way).config
         assert len(saved.metrics["error_per_expert"]) == model.moe_opt.num_layers
         assert saved.metrics["brownout"][0]["threshold"] == 0.0
+        for stage in ("layers", "logits"):
+            first, last = saved.metrics[f"loss_{stage}"]
+            assert last < first
         assert saved.recipe["grouping"] == "output"
         assert str(Path(config.output).parent) not in saved.to_json()  # no folder of this machine
         card = (Path(config.output) / f"ways-{way}" / "README.md").read_text()

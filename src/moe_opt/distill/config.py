@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import typing
@@ -185,8 +186,13 @@ class DistillConfig:
                 raise ConfigError(f"recipe: {name}.threshold must be [low, high] within [0, 1], got {low_high}")
             if not 0.0 <= stage.zero_share <= 1.0:
                 raise ConfigError(f"recipe: {name}.zero_share must lie in [0, 1], got {stage.zero_share}")
-            if stage.steps < 0 or stage.learning_rate <= 0 or stage.lora_rank < 0:
-                raise ConfigError(f"recipe: {name} needs steps >= 0, learning_rate > 0 and lora_rank >= 0")
+            if stage.steps < 0 or not 0 < stage.learning_rate < math.inf or stage.lora_rank < 0:
+                raise ConfigError(f"recipe: {name} needs steps >= 0, a finite learning_rate > 0 and lora_rank >= 0")
+            if not 0 <= stage.label_weight < math.inf:
+                raise ConfigError(f"recipe: {name}.label_weight must be finite, at least 0, not {stage.label_weight}")
+        for key in ("label_weight", "lora_rank", "gradient_checkpointing"):
+            if getattr(self.layers, key):
+                raise ConfigError(f"recipe: layers.{key} has no effect: set logits.{key}, of the second stage")
         training = self.training
         _choose("training.optimizer", training.optimizer, OPTIMIZERS)
         for name in ("batch_size", "plan_size", "gradient_accumulation", "save_steps", "logging_steps"):

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from common import write_result
+from table1 import PAPER, TARGETS, THRESHOLDS
 from torch.nn import functional
 
 from moe_opt import UnitedExperts, attach_united_experts
@@ -27,8 +28,7 @@ from moe_opt.distill.pipeline import load_teacher
 from moe_opt.evaluation.losses import compare_tokens
 
 ROOT = Path(__file__).resolve().parent.parent
-TARGETS = {"2:0": 1.5, "4:0.2": 2.0, "8:0.4": 2.4, "8:0": 8.0}
-PAPER = {"2:0": 4.70, "4:0.2": 5.18, "8:0.4": 4.82, "8:0": 15.77}
+SETTINGS = [(2, 0.0), (4, 0.2), (8, 0.4), (8, 0.0)]
 
 
 @dataclasses.dataclass
@@ -53,11 +53,28 @@ def output_of(model: Any, sequences: torch.Tensor, batch_size: int) -> Output:
     return Output(torch.cat(predicted).numpy(), torch.cat(nll).double().numpy(), float(np.mean(reads)))
 
 
+def setting(text: str) -> tuple[int, float]:
+    """ "8:0.4" as (8, 0.4)."""
+    ways, found, threshold = text.partition(":")
+    try:
+        if not found or not 0 <= float(threshold) <= 1:
+            raise ValueError(text)
+        return int(ways), float(threshold)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}: give WAYS:THRESHOLD, for example 8:0.4") from error
+
+
+def of_the_paper(ways: int, threshold: float) -> float | None:
+    """Loss in % of Table I, where it has that cell."""
+    losses = PAPER.get(f"{ways}-way")
+    return losses[THRESHOLDS.index(threshold)] if losses and threshold in THRESHOLDS else None
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default=str(ROOT / "recipes" / "demo.yaml"), help="whose model and held-out data")
     parser.add_argument("--united", default=str(ROOT / "examples" / "demo_model" / "united"))
-    parser.add_argument("--settings", nargs="+", default=list(TARGETS), metavar="WAYS:THRESHOLD")
+    parser.add_argument("--settings", nargs="+", type=setting, default=SETTINGS, metavar="WAYS:THRESHOLD")
     parser.add_argument("--sequences", type=int, default=1_000_000, help="at most so many; all of them by default")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--threads", type=int, default=2)
@@ -73,29 +90,29 @@ def main() -> None:
     rows = np.repeat(np.arange(len(sequences)), sequences.shape[1] - 1)
     exact = output_of(model, sequences, args.batch_size)
     cells = []
-    for setting in args.settings:
-        ways, threshold = setting.split(":")
-        attach_united_experts(model, UnitedExperts.from_pretrained(args.united, ways=int(ways)))
-        model.moe_opt.set_brownout(threshold=float(threshold), strategy="partial")
+    for ways, threshold in args.settings:
+        asked, paper = TARGETS.get((f"{ways}-way", threshold)), of_the_paper(ways, threshold)
+        attach_united_experts(model, UnitedExperts.from_pretrained(args.united, ways=ways))
+        model.moe_opt.set_brownout(threshold=threshold, strategy="partial")
         found = output_of(model, sequences, args.batch_size)
         model.moe_opt.remove_united()
         figures = compare_tokens(found.predicted == labels, exact.predicted == labels, found.nll, exact.nll, rows)
         cells.append(
             {
-                "ways": int(ways),
-                "threshold": float(threshold),
+                "ways": ways,
+                "threshold": threshold,
                 **figures,
                 "agreement": float((found.predicted == exact.predicted).mean()),
                 "experts_read": found.experts_read,
-                "asked_percent": TARGETS.get(setting),
-                "paper_percent": PAPER.get(setting),
+                "asked_percent": asked,
+                "paper_percent": paper,
             }
         )
-        against = f"asked {TARGETS[setting]}, paper {PAPER[setting]}" if setting in TARGETS else ""
+        loss, error = 100 * figures["relative_loss"], 100 * figures["relative_loss_se"]
         print(
-            f"({ways}, {threshold}): {100 * figures['relative_loss']:.2f} ± {100 * figures['relative_loss_se']:.2f} % "
-            f"lost, agreement {100 * cells[-1]['agreement']:.1f} %, perplexity x{figures['perplexity_ratio']:.3f}, "
-            f"{found.experts_read:.1f} of {exact.experts_read:.1f} experts read  {against}",
+            f"({ways}, {threshold:g}): {loss:.2f} ± {error:.2f} % lost, "
+            f"agreement {100 * cells[-1]['agreement']:.1f} %, perplexity x{figures['perplexity_ratio']:.3f}, "
+            f"{found.experts_read:.1f} of {exact.experts_read:.1f} experts read; asked {asked}, paper {paper}",
             flush=True,
         )
     write_result(
